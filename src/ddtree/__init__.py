@@ -1,0 +1,1 @@
+"""Tree speculative decoding over block-diffusion drafters."""

@@ -1,0 +1,38 @@
+"""The draft tree: its arrays, builders, ancestor masks and accept walk. Needs torch, knows no models."""
+
+from ddtree.tree.accept import Accepted, accept
+from ddtree.tree.build import build_reference, build_tree
+from ddtree.tree.candidates import Candidates, edge_candidates, factorised_candidates, top_candidates
+from ddtree.tree.layout import (
+    ancestor_words,
+    chain_words,
+    clique_words,
+    positions,
+    unpack_words,
+    word_count,
+)
+from ddtree.tree.spine import spine_nodes, spine_tree, with_spine
+from ddtree.tree.structure import DraftTree, check_tree, row_bucket
+
+__all__ = [
+    "Accepted",
+    "Candidates",
+    "DraftTree",
+    "accept",
+    "ancestor_words",
+    "build_reference",
+    "build_tree",
+    "chain_words",
+    "check_tree",
+    "clique_words",
+    "edge_candidates",
+    "factorised_candidates",
+    "positions",
+    "row_bucket",
+    "spine_nodes",
+    "spine_tree",
+    "top_candidates",
+    "unpack_words",
+    "with_spine",
+    "word_count",
+]
