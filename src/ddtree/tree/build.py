@@ -119,8 +119,7 @@ def build_reference(candidates: Candidates, anchors_R: Tensor, budget: int) -> D
 def _grow(candidates: Candidates, r: int, anchor: int, budget: int) -> list[tuple[int, int, int, float]]:
     """Nodes (token, parent, depth, score) of one tree in best-first order."""
     tokens_DSK, log_probs_DSK, states_DSK = (
-        a[r].cpu().numpy()
-        for a in (candidates.tokens_RDSK, candidates.log_probs_RDSK, candidates.states_RDSK)
+        a[r].cpu().numpy() for a in (candidates.tokens_RDSK, candidates.log_probs_RDSK, candidates.states_RDSK)
     )
     nodes: list[tuple[int, int, int, float]] = [(anchor, 0, 0, 0.0)]
     states = [0]

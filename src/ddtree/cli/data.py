@@ -1,0 +1,78 @@
+"""`ddtree data`: the target's own answers to prompts, for training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from ddtree.cli.common import cache_dir, counting, notes
+
+__all__ = ["data"]
+
+
+def data(
+    out: Path = typer.Option(..., help="Folder for the shards and their card."),
+    prompts: list[Path] = typer.Option([], help="JSONL file with a `prompt` on each line; may be repeated."),
+    own: int = typer.Option(0, min=0, help="How many prompts the target writes itself, besides."),
+    held_out: list[Path] = typer.Option([], help="JSONL file of prompts to stay away from; may be repeated."),
+    model: str = typer.Option("smollm2-135m", help="The target: a known name, a hub id or a folder."),
+    max_tokens: int = typer.Option(384, min=2, help="Longest answer."),
+    max_length: int = typer.Option(1024, min=8, help="Longest prompt and answer together."),
+    temperature: list[float] = typer.Option([0.0], min=0.0, help="One pass a temperature; may be repeated."),
+    batch: int = typer.Option(64, min=1, help="Sequences decoded together."),
+    seed: int = typer.Option(0, min=0, help="Of the sampling."),
+    limit: int = typer.Option(0, min=0, help="Take only the first prompts of each file; 0 takes all."),
+    skip_broken: bool = typer.Option(False, help="Leave broken lines out and count them."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    dtype: str = typer.Option("auto", help="auto, bfloat16 or float32."),
+    part: str = typer.Option("1/1", help="Make the i-th of n parts, i/n, so that n processes share the work."),
+) -> None:
+    """Write the target's own answers to prompts, in shards that `ddtree train` reads. A second run goes on."""
+    from ddtree.data.generate import AnswerPlan, answer_prompts, write_own_prompts
+    from ddtree.data.prompts import HeldOut, Prompt, read_prompts
+    from ddtree.errors import ConfigError
+    from ddtree.models.hub import locate
+    from ddtree.models.load import load_target
+    from ddtree.models.tokenizer import ChatTokenizer
+    from ddtree.training.start import resolve_device, resolve_dtype
+
+    if not prompts and not own:
+        raise ConfigError("nothing to answer: give --prompts FILE, or --own N for prompts of the target's own")
+    which, parts = _share(part)
+    collected: list[Prompt] = []
+    for path in prompts:
+        found, broken = read_prompts(path, skip_broken)
+        collected += found[:limit] if limit else found
+        if broken:
+            notes.print(f"{path.name}: {broken} broken lines left out")
+    excluded = HeldOut(p.text for path in held_out for p in read_prompts(path)[0])
+    folder = locate(model, cache_dir=cache_dir()).folder
+    where = resolve_device(device)
+    target = load_target(folder, resolve_dtype(dtype, where), where)
+    tokenizer = ChatTokenizer(folder)
+    plans = [AnswerPlan(max_tokens, max_length, t, batch, seed=seed + which) for t in temperature]
+    collected = collected[which::parts]
+    if own:
+        out.mkdir(parents=True, exist_ok=True)
+        with notes.status(f"{model} writes {own // parts} prompts"):
+            path = out / f"own-prompts-p{which}.jsonl"
+            written = write_own_prompts(target, tokenizer, own // parts, plans[0], tokenizer.user_prefix(), path)
+        notes.print(f"{len(written)} prompts of the target's own")
+        collected += written
+    for plan in plans:
+        with counting(f"answers at temperature {plan.temperature:g}") as show:
+            tokens = 0
+            for progress in answer_prompts(target, tokenizer, collected, out, plan, excluded, which):
+                show(progress.done, progress.total)
+                tokens = progress.tokens
+        notes.print(f"temperature {plan.temperature:g}: {tokens:,} new tokens in {out}")
+
+
+def _share(part: str) -> tuple[int, int]:
+    from ddtree.errors import ConfigError
+
+    pieces = part.split("/")
+    if len(pieces) == 2 and all(p.isdigit() for p in pieces) and 1 <= int(pieces[0]) <= int(pieces[1]):
+        return int(pieces[0]) - 1, int(pieces[1])
+    raise ConfigError(f"--part must be i/n with 1 <= i <= n: got {part!r}")

@@ -1,0 +1,47 @@
+"""The `ddtree` command: its verbs, and how errors end."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from ddtree.cli.common import notes
+from ddtree.cli.data import data
+from ddtree.cli.export import export
+from ddtree.cli.train import train
+from ddtree.errors import DDTreeError
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="ddtree",
+    help="Tree speculative decoding: the same text, several times faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for verb in (data, train, export):
+    app.command()(verb)
+
+
+@app.callback()
+def options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
+    """Options before the verb."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; every error that ddtree raises on purpose ends as one line and an exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(args=arguments, standalone_mode=True)
+    except DDTreeError as error:
+        if "--debug" in arguments:
+            raise
+        notes.print(f"ddtree: {error}", style="bold red", markup=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        notes.print("\nstopped", style="yellow")
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,159 @@
+"""`ddtree train`: a drafter for a target, from the target's own answers."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ddtree.cli.common import JSON_OPTION, cache_dir, notes, print_json
+
+if TYPE_CHECKING:
+    from ddtree.training.trainer import StepReport, Trainer, ValidationReport
+
+__all__ = ["train"]
+
+
+def train(
+    config: Path = typer.Option(None, help="Recipe in TOML; flags go before it."),
+    data: str = typer.Option(None, help="Folder of answers, as `ddtree data` writes it."),
+    out: str = typer.Option(None, help="Folder of the run."),
+    set_: list[str] = typer.Option([], "--set", help="Any key of the recipe, as key=value; may be repeated."),
+    init_from: Path = typer.Option(None, help="Start from the weights of this drafter instead of fresh ones."),
+    stop_after_s: float = typer.Option(0.0, min=0.0, help="Save and stop after so many seconds; 0: never."),
+    as_json: bool = JSON_OPTION,
+) -> None:
+    """Train a drafter. Started again with the same --out, it goes on from the last checkpoint, bit for bit."""
+    from ddtree.models.hub import locate
+    from ddtree.models.load import load_target
+    from ddtree.training.checkpoint import latest, read_state
+    from ddtree.training.config import read_config
+    from ddtree.training.examples import load_examples
+    from ddtree.training.parallel import join_group
+    from ddtree.training.start import load_weights, new_drafter, resolve_device, resolve_dtype
+    from ddtree.training.trainer import Trainer
+
+    recipe = read_config(config, {"data": data, "out": out, **_assignments(set_)})
+    group = join_group(os.environ)
+    device = resolve_device(recipe.device, int(os.environ.get("LOCAL_RANK", "0")))
+    target = load_target(
+        locate(recipe.target, cache_dir=cache_dir()).folder, resolve_dtype(recipe.dtype, device), device
+    )
+    examples = load_examples(Path(recipe.data), target.spec.vocab_size, recipe.max_length)
+    drafter = new_drafter(recipe, target)
+    if init_from is not None:
+        load_weights(drafter[1], init_from)
+    trainer = Trainer(recipe, target, drafter, examples, group)
+    run = Path(recipe.out)
+    state = latest(run)
+    if state is not None:
+        trainer.resume(read_state(state))
+    if group.leads:
+        _announce(trainer, len(examples), examples.too_short, state)
+    reports = _run(trainer, run, stop_after_s)
+    if as_json and group.leads:
+        print_json(reports)
+
+
+def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
+    """Train, validate and save by the recipe's intervals, or until the time is up."""
+    recipe, leads = trainer.config, trainer.group.leads
+    started, first = time.monotonic(), trainer.step
+    steps: list[dict[str, Any]] = []
+    validations: list[dict[str, Any]] = []
+    saved = None
+    for report in trainer.steps():
+        spent = time.monotonic() - started
+        pace = spent / (report.step - first)
+        out_of_time = bool(stop_after_s) and spent > stop_after_s
+        last = report.step == recipe.steps or out_of_time
+        if leads:
+            _log(run, steps, _step_row(report, spent), _step_line(report, recipe.steps, pace))
+        if last or report.step % recipe.validate_every < recipe.log_every:
+            validation = trainer.validate()
+            if leads:
+                _log(run, validations, _validation_row(validation), _validation_line(validation))
+        if last or report.step % recipe.checkpoint_every < recipe.log_every:
+            saved = trainer.save(run)
+        if out_of_time:
+            break
+    return {"steps": steps, "validations": validations, "checkpoint": str(saved) if saved else None}
+
+
+def _announce(trainer: Trainer, examples: int, too_short: int, state: Path | None) -> None:
+    recipe = trainer.config
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    notes.print(f"drafter of {parameters / 1e6:.1f} M parameters for {recipe.target}; {examples:,} examples")
+    if too_short:
+        notes.print(f"{too_short} examples left out: fewer than two answer tokens")
+    for key in recipe.__slots__:
+        notes.print(f"  {key} = {getattr(recipe, key)!r}")
+    if state is not None:
+        notes.print(f"resuming from {state.parent.name}")
+
+
+def _log(run: Path, rows: list[dict[str, Any]], row: dict[str, Any], line: str) -> None:
+    import json
+
+    rows.append(row)
+    notes.print(line)
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "log.jsonl").open("a", encoding="utf-8") as log:
+        log.write(json.dumps(row) + "\n")
+
+
+def _step_row(report: StepReport, spent_s: float) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "loss": report.loss,
+        "gradient_norm": report.gradient_norm,
+        "learning_rate": report.rate,
+        "accuracy": list(report.accuracy),
+        "seconds": round(spent_s, 2),
+    }
+
+
+def _step_line(report: StepReport, steps: int, pace_s: float) -> str:
+    left = (steps - report.step) * pace_s
+    shown = " ".join(f"{a:.2f}" for a in report.accuracy[:4])
+    return (
+        f"step {report.step}/{steps}  loss {report.loss:.4f}  norm {report.gradient_norm:.2f}  top-1 {shown}  "
+        f"{pace_s * 1000:.0f} ms a step, {report.blocks / pace_s:,.0f} blocks/s, {left / 60:.1f} min left"
+    )
+
+
+def _validation_row(report: ValidationReport) -> dict[str, Any]:
+    return {
+        "step": report.step,
+        "chain": report.chain.length,
+        f"tree-{report.budget}": report.tree.length,
+        "tokens": report.chain.tokens,
+    }
+
+
+def _validation_line(report: ValidationReport) -> str:
+    return (
+        f"step {report.step}: acceptance length {report.chain.length:.3f} chain, "
+        f"{report.tree.length:.3f} tree of {report.budget}, on {report.chain.tokens:,} held-out tokens"
+    )
+
+
+def _assignments(pairs: list[str]) -> dict[str, Any]:
+    """key=value pairs with TOML values; bare words are strings."""
+    import tomllib
+
+    from ddtree.errors import ConfigError
+
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, found, text = pair.partition("=")
+        if not found or not key.isidentifier():
+            raise ConfigError(f"--set needs key=value: got {pair!r}")
+        try:
+            values[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[key] = text
+    return values

@@ -1,0 +1,139 @@
+"""Plain decoding of many sequences at once, for making data: static cache, one batch until all have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.models.cache import SlotCache
+from ddtree.models.target import TargetModel
+from ddtree.ops import Rows
+from ddtree.tree import chain_words
+
+__all__ = ["Decoded", "decode_batch", "decode_many"]
+
+# Spans grow in steps, so that shapes repeat.
+SPAN_STEP = 64
+PREFILL_TOKENS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One continuation. ended: it stopped by itself, at an end-of-sequence token (the last of `tokens`)."""
+
+    index: int
+    tokens: list[int]
+    ended: bool
+
+
+def decode_many(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    stop_ids: Sequence[int],
+    batch: int,
+    generator: torch.Generator,
+) -> Iterator[list[Decoded]]:
+    """Continue every prompt, `batch` at a time, prompts of similar length together; yields batch by batch."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for first in range(0, len(order), batch):
+        chosen = order[first : first + batch]
+        found = decode_batch(
+            target,
+            [prompts[i] for i in chosen],
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_ids=stop_ids,
+            generator=generator,
+        )
+        yield [Decoded(i, tokens, ended) for i, (tokens, ended) in zip(chosen, found, strict=True)]
+
+
+@torch.inference_mode()
+def decode_batch(
+    target: TargetModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    stop_ids: Sequence[int],
+    generator: torch.Generator,
+) -> list[tuple[list[int], bool]]:
+    """Continue some prompts in step with each other. temperature 0 is greedy; the generator is the device's."""
+    device = target.device
+    lengths_R = torch.tensor([len(p) for p in prompts], device=device)
+    longest = int(lengths_R.max())
+    cache = target.new_cache(len(prompts), _stepped(longest + max_tokens))
+    stops = torch.tensor(list(stop_ids), device=device)
+    tokens_R = _choose(_prefill(target, prompts, lengths_R, longest, cache), temperature, generator)
+    columns = [tokens_R]
+    live_R = ~torch.isin(tokens_R, stops)
+    words = chain_words(len(prompts), 1, device)
+    for step in range(1, max_tokens):
+        if step % 16 == 0 and not live_R.any():  # a host read now and then, not at each step
+            break
+        rows = Rows(tokens_R[:, None], lengths_R[:, None], lengths_R, words, _stepped(longest + step))
+        hidden_R1h, _ = target(rows, cache)
+        tokens_R = _choose(target.logits(hidden_R1h[:, 0]), temperature, generator)
+        lengths_R = lengths_R + 1
+        columns.append(tokens_R)
+        live_R = live_R & ~torch.isin(tokens_R, stops)
+    return [_cut(row, set(stop_ids)) for row in torch.stack(columns, dim=1).tolist()]
+
+
+def _prefill(
+    target: TargetModel, prompts: Sequence[Sequence[int]], lengths_R: Tensor, longest: int, cache: SlotCache
+) -> Tensor:
+    """Logits after each prompt. Prompts are padded on the right; padding is seen by no real row. [R, V]."""
+    device = target.device
+    tokens_RN = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens_RN[row, : len(prompt)] = torch.tensor(prompt)
+    tokens_RN = tokens_RN.to(device)
+    zero_R = torch.zeros_like(lengths_R)
+    last_RV: Tensor | None = None
+    # Whole columns of the batch at a time, so that activations stay small.
+    chunk = max(PREFILL_TOKENS // len(prompts), 1)
+    for first in range(0, longest, chunk):
+        part_RN = tokens_RN[:, first : first + chunk]
+        count = part_RN.shape[1]
+        place_RN = torch.arange(first, first + count, device=device).expand(len(prompts), -1)
+        rows = Rows(
+            part_RN,
+            place_RN,
+            zero_R + first,
+            chain_words(len(prompts), count, device),
+            first + count,
+            place_RN < lengths_R[:, None],
+        )
+        hidden_RNh, _ = target(rows, cache)
+        at_R = lengths_R - 1 - first
+        logits_RV = target.logits(hidden_RNh[torch.arange(len(prompts)), at_R.clamp(0, count - 1)])
+        here_R1 = ((at_R >= 0) & (at_R < count))[:, None]
+        last_RV = logits_RV if last_RV is None else torch.where(here_R1, logits_RV, last_RV)
+    assert last_RV is not None
+    return last_RV
+
+
+def _choose(logits_RV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+    if temperature == 0:
+        return logits_RV.argmax(dim=-1)
+    scores_RV = logits_RV.float() / temperature
+    noise_RV = torch.empty_like(scores_RV).exponential_(generator=generator).clamp_(min=1e-30)
+    return (scores_RV - noise_RV.log()).argmax(dim=-1)
+
+
+def _cut(tokens: list[int], stops: set[int]) -> tuple[list[int], bool]:
+    for place, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: place + 1], True
+    return tokens, False
+
+
+def _stepped(span: int) -> int:
+    return -(-span // SPAN_STEP) * SPAN_STEP

@@ -1,0 +1,85 @@
+"""Writing drafters: z-lab's bfloat16 layout for every engine, or ddtree's packed rows for small files.
+
+A folder gets its name only when it is whole: it is written beside and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ddtree.errors import StorageError
+from ddtree.models.dflash import DFlashModel, DraftVocabulary
+from ddtree.models.drafter_spec import INT8_METHOD
+from ddtree.models.parity import write_parity
+from ddtree.models.weights import SCALE_SUFFIX, named_apart
+
+__all__ = ["new_folder", "pack_rows", "save_drafter"]
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into that becomes `folder`, replacing it, when the block ends without an error."""
+    partial = folder.with_name(f".{folder.name}.part-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise StorageError(
+            f"{folder}: cannot be written ({error}); free some space or choose another place"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_drafter(
+    folder: Path,
+    config: dict[str, Any],
+    model: DFlashModel,
+    vocabulary: DraftVocabulary,
+    *,
+    packed: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Write config.json, model.safetensors and parity.safetensors. packed: int8 rows with scales, half the size.
+
+    config: the drafter's config.json. extra: JSON files to write beside, by name. StorageError when the disk
+    says no; `folder` is then as it was.
+    """
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    tensors = {name: t.detach().cpu() for name, t in named_apart(model.state_dict(), model.spec.decoder)}
+    if packed:
+        config["quantization_config"] = {"quant_method": INT8_METHOD}
+        tensors = dict(item for name, tensor in tensors.items() for item in pack_rows(name, tensor))
+    else:
+        tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    with new_folder(folder) as partial:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"})
+        write_parity(partial, model, vocabulary)
+        for name, content in {"config.json": config, **(extra or {})}.items():
+            (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def pack_rows(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A matrix as int8 rows and their float32 scales; vectors stay as they are, in bfloat16."""
+    if tensor.ndim != 2:
+        return [(name, tensor.to(torch.bfloat16))]
+    wide = tensor.float()
+    scale = wide.abs().amax(dim=1).clamp(min=1e-12) / 127
+    rows = (wide / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return [(name, rows), (name + SCALE_SUFFIX, scale)]

@@ -1,0 +1,1 @@
+"""Training drafters: examples, features, blocks, loss, the loop and its checkpoints."""

@@ -1,0 +1,56 @@
+"""A run's beginning: the target, a fresh drafter for it, and the examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddtree.models.dflash import DFlashModel
+from ddtree.models.drafter_spec import parse_drafter
+from ddtree.models.target import TargetModel
+from ddtree.models.weights import assign, read_tensors
+from ddtree.training.config import TrainConfig, resolve_drafter
+
+__all__ = ["load_weights", "new_drafter", "resolve_device", "resolve_dtype"]
+
+INITIAL_SPREAD = 0.02
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is this process's GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
+def new_drafter(config: TrainConfig, target: TargetModel) -> tuple[dict[str, Any], DFlashModel]:
+    """The drafter's config.json and a model with fresh float32 weights (float64 when the target has those).
+
+    Matrices are normal with a spread of 0.02, those that write to the residual stream less by sqrt(2 layers).
+    """
+    content = resolve_drafter(config, target.spec)
+    model = DFlashModel(parse_drafter(content, str(Path(config.out) / "config.json"), target.spec), target.ops)
+    generator = torch.Generator().manual_seed(config.seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            spread = INITIAL_SPREAD / (2 * config.layers) ** 0.5 if writes else INITIAL_SPREAD
+            torch.nn.init.normal_(parameter, std=spread, generator=generator)
+    masters = torch.float64 if target.dtype == torch.float64 else torch.float32
+    return content, model.to(target.device, masters).train()
+
+
+def load_weights(model: DFlashModel, folder: Path) -> None:
+    """Put the weights of a drafter folder into a fresh model of the same shape, in the masters' dtype."""
+    device, dtype = model.fc.weight.device, model.dtype
+    assign(model, read_tensors(folder), dtype, str(folder))
+    model.to(device).requires_grad_(True)

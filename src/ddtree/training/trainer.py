@@ -1,0 +1,232 @@
+"""Training a drafter: data in, checkpoints out.
+
+A step is: pick a pack, capture its features, draft all its blocks, weigh the cross-entropy, update. The trainer
+owns the model and its optimisers; everything else is passed in or derived from the step's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddtree.errors import ConfigError, DataError, DDTreeError
+from ddtree.models.block import block_tokens
+from ddtree.models.dflash import DFlashModel, DraftVocabulary
+from ddtree.models.save import save_drafter
+from ddtree.models.target import TargetModel
+from ddtree.provenance import provenance
+from ddtree.training.acceptance import Acceptance, measure_example
+from ddtree.training.attention import BlockLayout, block_masks, draft_blocks
+from ddtree.training.capture import Features
+from ddtree.training.checkpoint import (
+    TrainState,
+    model_tensors,
+    optimizer_tensors,
+    prune,
+    restore,
+    write_state,
+)
+from ddtree.training.config import TrainConfig
+from ddtree.training.examples import Examples, Pack, pack_for_step
+from ddtree.training.loss import decay_weights, draft_loss
+from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
+from ddtree.training.parallel import Group
+
+__all__ = ["DivergedError", "StepReport", "Trainer", "ValidationReport"]
+
+
+class DivergedError(DDTreeError):
+    """The loss or a gradient is no longer a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step as logged: loss, gradient norm, rate, blocks drafted, and top-1 accuracy of the first positions."""
+
+    step: int
+    loss: float
+    gradient_norm: float
+    rate: float
+    blocks: int
+    accuracy: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """Acceptance on held-out answers, teacher-forced: exact for greedy decoding."""
+
+    step: int
+    chain: Acceptance
+    tree: Acceptance
+    budget: int
+
+
+class Trainer:
+    """A run in progress on one process. `steps` trains and reports; validate and save at any report."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        target: TargetModel,
+        drafter: tuple[dict[str, Any], DFlashModel],
+        examples: Examples,
+        group: Group = Group(),  # noqa: B008  (frozen)
+    ) -> None:
+        self.config = config
+        self.group = group
+        self.step = 0
+        self.drafter_config, self.model = drafter
+        self._target = target
+        self._vocabulary = DraftVocabulary(
+            target.embed_tokens.weight, target.lm_head.weight, target.spec.vocab_size
+        )
+        held_out = min(config.validation_examples, len(examples) // 10)
+        index = torch.arange(len(examples))
+        self._training, self._held_out = examples.take(index[held_out:]), examples.take(index[:held_out])
+        if not held_out:
+            raise DataError(f"{len(examples)} examples leave none to validate on; at least 10 are needed")
+        ids = self.model.spec.layer_ids
+        self._features = Features(target, self._training, ids, config.feature_cache_gib)
+        self._held_out_features = Features(target, self._held_out, ids, 0.0)
+        self._optimizers = make_optimizers(self.model, config)
+        self._draft = torch.compile(draft_blocks, dynamic=False) if config.compile else draft_blocks
+        self._weights_D = decay_weights(config.block_size, config.decay_gamma).to(target.device)
+        self._fused = target.device.type == "cuda"
+        if (self._fused and config.context_tokens % 128) or (
+            self._fused and config.anchors * config.block_size % 128
+        ):
+            raise ConfigError("context_tokens and anchors * block_size must be multiples of 128 on a GPU")
+
+    def steps(self) -> Iterator[StepReport]:
+        """Train to the end of the recipe; yields a report each `log_every` steps and after the last."""
+        while self.step < self.config.steps:
+            logged = (self.step + 1) % self.config.log_every == 0 or self.step + 1 == self.config.steps
+            report = self._train_step(self._pack(), logged)
+            self.step += 1
+            if report is not None:
+                yield report
+
+    def validate(self) -> ValidationReport:
+        """Acceptance of chain and tree on the held-out examples, shared out among the processes."""
+        budget = self.config.budget
+        found = {None: Acceptance(0, 0), budget: Acceptance(0, 0)}
+        with self._arithmetic():
+            for index in range(self.group.rank, len(self._held_out), self.group.size):
+                for key, value in self._measure(index, (None, budget)).items():
+                    found[key] = found[key] + value
+        counts = torch.tensor(
+            [[a.tokens, a.rounds] for a in (found[None], found[budget])],
+            dtype=torch.float64,
+            device=self._target.device,
+        )
+        chain, tree = (self.group.average(counts) * self.group.size).round().long().tolist()
+        return ValidationReport(self.step, Acceptance(*chain), Acceptance(*tree), budget)
+
+    def save(self, run: Path) -> Path:
+        """Write a checkpoint of this step: the drafter, and the state to resume from."""
+        folder = run / f"step-{self.step}"
+        if self.group.leads:
+            recipe = asdict(self.config)
+            card = {"training.json": {"recipe": _public(recipe), "step": self.step, **provenance()}}
+            save_drafter(folder, self.drafter_config, self.model, self._vocabulary, extra=card)
+            tensors = model_tensors(self.model) | optimizer_tensors(self._optimizers)
+            write_state(folder / "state", TrainState(self.step, recipe, tensors))
+            prune(run)
+        self.group.wait()
+        return folder
+
+    def resume(self, state: TrainState) -> None:
+        """Go on from a state: the next step's loss is the one an unbroken run would have had."""
+        restore(state, self.model, self._optimizers)
+        self.step = state.step
+
+    def _pack(self) -> Pack:
+        config = self.config
+        return pack_for_step(
+            self._training,
+            self.step,
+            context_tokens=config.context_tokens,
+            anchors=config.anchors,
+            seed=config.seed,
+            rank=self.group.rank,
+        )
+
+    def _train_step(self, pack: Pack, logged: bool) -> StepReport | None:
+        set_learning_rate(self._optimizers, learning_rate(self.config, self.step))
+        features_TF = self._features.of_pack(pack)
+        labels_AD, weights_AD = self._labels(pack)
+        with self._arithmetic():
+            hidden_AbH = self._hidden(pack, features_TF)
+            head_VH = self._vocabulary.head
+            loss, correct_AD = draft_loss(hidden_AbH, head_VH, labels_AD, weights_AD)
+        loss.backward()
+        self.group.average_gradients(self.model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if not logged:
+            return None
+        seen_AD = weights_AD > 0
+        accuracy_D = (correct_AD & seen_AD).sum(0) / seen_AD.sum(0).clamp(min=1)
+        numbers = self.group.average(torch.cat([loss.detach()[None], accuracy_D])).tolist()
+        if not torch.isfinite(norm) or numbers[0] != numbers[0]:
+            raise DivergedError(
+                f"step {self.step}: the loss or its gradient is not a number; lower learning_rate and resume from "
+                "the last checkpoint"
+            )
+        rate = learning_rate(self.config, self.step)
+        blocks = int(pack.real_A.sum()) * self.group.size
+        return StepReport(self.step + 1, numbers[0], float(norm), rate, blocks, tuple(numbers[1:]))
+
+    def _hidden(self, pack: Pack, features_TF: Tensor) -> Tensor:
+        device, block_size = self._target.device, self.config.block_size
+        positions_T, example_T = pack.positions_T.to(device), pack.example_T.to(device)
+        anchors_A = pack.anchors_A.to(device)
+        tokens_T = self._training.tokens_T[pack.source_T].to(device)
+        ids_Ab = block_tokens(tokens_T[anchors_A], block_size, self.config.mask_token_id)
+        embedded_Mh = self._vocabulary.embedding[ids_Ab.flatten()]
+        offset_b = torch.arange(block_size, device=device)
+        positions_M = (positions_T[anchors_A][:, None] + offset_b).flatten()
+        layout = BlockLayout(positions_T, example_T, anchors_A, block_size)
+        masks = block_masks(layout, self.model.spec.views, self._fused)
+        hidden_Mh = self._draft(self.model, features_TF, positions_T, embedded_Mh, positions_M, masks)
+        return hidden_Mh.view(-1, block_size, hidden_Mh.shape[-1])
+
+    def _labels(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """The tokens after each anchor and their weights; none past the end of the example or for padding."""
+        device, depth = self._target.device, self.config.block_size - 1
+        place_AD = pack.anchors_A[:, None] + 1 + torch.arange(depth)
+        inside_AD = place_AD < pack.source_T.numel()
+        place_AD = place_AD.clamp(max=pack.source_T.numel() - 1)
+        same_AD = pack.example_T[place_AD] == pack.example_T[pack.anchors_A][:, None]
+        counted_AD = (inside_AD & same_AD & pack.real_A[:, None]).to(device)
+        labels_AD = self._training.tokens_T[pack.source_T[place_AD]].to(device)
+        return labels_AD, torch.where(counted_AD, self._weights_D, 0.0)
+
+    def _measure(self, index: int, budgets: tuple[int | None, ...]) -> dict[int | None, Acceptance]:
+        examples = self._held_out
+        start, end = int(examples.starts_E[index]), int(examples.ends_E[index])
+        length = torch.arange(end - start)
+        pack = Pack((index,), length + start, length, torch.zeros_like(length), length[:0], length[:0] > 0)
+        features_TF = self._held_out_features.of_pack(pack)
+        tokens_T = examples.tokens_T[start:end].to(self._target.device)
+        prompt = int(examples.prompts_E[index]) - start
+        return measure_example(self.model, self._vocabulary, tokens_T, features_TF, prompt, budgets)
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        """The forward pass in the target's dtype, when that is not the masters'."""
+        if self._target.dtype == self.model.dtype:
+            return nullcontext()
+        return torch.autocast(self._target.device.type, self._target.dtype)
+
+
+def _public(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe without the folders of this machine."""
+    return {key: Path(value).name if key in ("data", "out") else value for key, value in recipe.items()}

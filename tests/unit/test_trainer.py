@@ -1,0 +1,104 @@
+"""A training run learns, resumes exactly, and is the same on one process as described."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from ddtree.errors import DataError
+from ddtree.training.checkpoint import latest, read_state
+from ddtree.training.config import TrainConfig
+from ddtree.training.examples import load_examples, pack_for_step, write_shard
+from ddtree.training.start import new_drafter
+from ddtree.training.trainer import Trainer
+from tests.toys import MASK, VOCABULARY, random_tokens, toy_target
+
+CONFIG = TrainConfig(
+    data="unused",
+    out="unused",
+    target="toy",
+    layers=2,
+    intermediate=32,
+    block_size=4,
+    mask_token_id=MASK,
+    steps=12,
+    context_tokens=96,
+    anchors=24,
+    learning_rate=3e-3,
+    warmup_steps=2,
+    log_every=1,
+    validation_examples=2,
+    budget=8,
+)
+
+
+def write_examples(folder, count=30, length=18, prompt=6):
+    """Answers that count upwards: easy to learn, and every token tells its successor."""
+    folder.mkdir(exist_ok=True)
+    rows = []
+    for i in range(count):
+        first = random_tokens(1, i)[0]
+        rows.append(([(first + k) % (VOCABULARY - 1) for k in range(length)], prompt))
+    write_shard(folder / "answers-a.safetensors", rows, {"format": "pt"})
+    return load_examples(folder, VOCABULARY, 64)
+
+
+def new_trainer(folder, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    target = toy_target("qwen3")
+    return Trainer(config, target, new_drafter(config, target), write_examples(folder))
+
+
+def test_resuming_repeats_the_losses_bit_for_bit(tmp_path):
+    whole = [report.loss for report in new_trainer(tmp_path / "data").steps()]
+    first = new_trainer(tmp_path / "data")
+    for report in first.steps():
+        if report.step == 5:
+            break
+    first.save(tmp_path / "run")
+    second = new_trainer(tmp_path / "data")
+    second.resume(read_state(latest(tmp_path / "run")))
+    rest = [report.loss for report in second.steps()]
+    assert rest == whole[5:]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_overfit_drafter_accepts_whole_blocks(tmp_path, optimizer):
+    """Labels are aligned and nothing differs between training and measuring, or this could not be reached."""
+    trainer = new_trainer(tmp_path / "data", steps=400, optimizer=optimizer, log_every=100, learning_rate=1e-2)
+    losses = [report.loss for report in trainer.steps()]
+    assert losses[-1] < 0.2
+    report = trainer.validate()
+    # Rounds of 4 tokens over the 11 that follow the first answer token: 4 + 4 + 3.
+    assert report.chain.length == pytest.approx(11 / 3)
+    assert report.tree.length == pytest.approx(11 / 3)
+
+
+def test_packs_depend_on_the_step_and_nothing_else(tmp_path):
+    examples = write_examples(tmp_path / "data")
+    arguments = {"context_tokens": 96, "anchors": 24, "seed": 7}
+    once = pack_for_step(examples, 3, rank=0, **arguments)
+    again = pack_for_step(examples, 3, rank=0, **arguments)
+    assert once.examples == again.examples
+    assert torch.equal(once.anchors_A, again.anchors_A)
+    assert pack_for_step(examples, 4, rank=0, **arguments).examples != once.examples
+    assert pack_for_step(examples, 3, rank=1, **arguments).examples != once.examples
+
+
+def test_anchors_stand_on_answer_tokens_that_have_a_successor(tmp_path):
+    examples = write_examples(tmp_path / "data")
+    for step in range(20):
+        pack = pack_for_step(examples, step, context_tokens=90, anchors=40, seed=0, rank=0)
+        position = pack.positions_T[pack.anchors_A[pack.real_A]]
+        assert int(position.min()) >= 6
+        assert int(position.max()) <= 16
+        assert (pack.example_T[pack.anchors_A] >= 0).all()
+
+
+def test_too_few_examples_to_validate_on_is_an_error(tmp_path):
+    target = toy_target("qwen3")
+    few = write_examples(tmp_path / "data", count=5)
+    with pytest.raises(DataError, match="5 examples"):
+        Trainer(CONFIG, target, new_drafter(CONFIG, target), few)
