@@ -114,7 +114,9 @@ def test_of_two_processes_the_second_waits(
     def slow(source: Path, folder: Path, *, progress: Progress) -> None:
         with log.open("a") as file:
             file.write("convert\n")
-        time.sleep(0.5)
+        patience = time.monotonic() + 10
+        while "wait!" not in log.read_text() and time.monotonic() < patience:
+            time.sleep(0.01)  # until the other process stands at the lock
         write_model(source, folder, progress=progress)
 
     def note(stage: str, done: int, total: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from ddtree.errors import DataError
 from ddtree.training.checkpoint import latest, read_state
 from ddtree.training.config import TrainConfig
-from ddtree.training.examples import load_examples, pack_for_step, write_shard
+from ddtree.training.examples import load_examples, pack_for_step, split_examples, write_shard
 from ddtree.training.start import new_drafter
 from ddtree.training.trainer import Trainer
 from tests.toys import MASK, VOCABULARY, random_tokens, toy_target
@@ -39,16 +39,16 @@ def write_examples(folder, count=30, length=18, prompt=6):
     folder.mkdir(exist_ok=True)
     rows = []
     for i in range(count):
-        first = random_tokens(1, i)[0]
-        rows.append(([(first + k) % (VOCABULARY - 1) for k in range(length)], prompt))
+        question, first = random_tokens(prompt, 1000 + i), random_tokens(1, i)[0]
+        rows.append(([*question, *((first + k) % (VOCABULARY - 1) for k in range(length - prompt))], prompt))
     write_shard(folder / "answers-a.safetensors", rows, {"format": "pt"})
     return load_examples(folder, VOCABULARY, 64)
 
 
-def new_trainer(folder, **changes):
+def new_trainer(folder, count=30, **changes):
     config = dataclasses.replace(CONFIG, **changes)
     target = toy_target("qwen3")
-    return Trainer(config, target, new_drafter(config, target), write_examples(folder))
+    return Trainer(config, target, new_drafter(config, target), write_examples(folder, count))
 
 
 def test_resuming_repeats_the_losses_bit_for_bit(tmp_path):
@@ -67,7 +67,10 @@ def test_resuming_repeats_the_losses_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_overfit_drafter_accepts_whole_blocks(tmp_path, optimizer):
     """Labels are aligned and nothing differs between training and measuring, or this could not be reached."""
-    trainer = new_trainer(tmp_path / "data", steps=400, optimizer=optimizer, log_every=100, learning_rate=1e-2)
+    # Enough examples that those held out start like some that are not.
+    trainer = new_trainer(
+        tmp_path / "data", count=300, steps=400, optimizer=optimizer, log_every=100, learning_rate=1e-2
+    )
     losses = [report.loss for report in trainer.steps()]
     assert losses[-1] < 0.2
     report = trainer.validate()
@@ -102,3 +105,19 @@ def test_too_few_examples_to_validate_on_is_an_error(tmp_path):
     few = write_examples(tmp_path / "data", count=5)
     with pytest.raises(DataError, match="5 examples"):
         Trainer(CONFIG, target, new_drafter(CONFIG, target), few)
+
+
+def test_no_prompt_stands_on_both_sides_of_the_split(tmp_path):
+    questions = [random_tokens(6, i) for i in range(10)]
+    rows = [([*questions[i % 10], *random_tokens(8, i)], 6) for i in range(40)]
+    (tmp_path / "data").mkdir()
+    write_shard(tmp_path / "data" / "answers-a.safetensors", rows, {"format": "pt"})
+    examples = load_examples(tmp_path / "data", VOCABULARY, 64)
+    training, held_out = split_examples(examples, 9)
+
+    def prompts(some):
+        return {tuple(some.tokens_T[s : s + 6].tolist()) for s in some.starts_E.tolist()}
+
+    assert len(held_out) == 12, "three prompts of four answers"
+    assert len(training) + len(held_out) == 40
+    assert not prompts(training) & prompts(held_out)

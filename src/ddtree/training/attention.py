@@ -125,7 +125,8 @@ def draft_blocks(
         key, value = key.to(query.dtype), value.to(query.dtype)
         grouped = query.shape[1] != key.shape[1]
         if fused:
-            out = _flex()(query, key, value, block_mask=masks[layer], enable_gqa=grouped)
+            flex = flex_attention if torch.compiler.is_compiling() else _flex()
+            out = flex(query, key, value, block_mask=masks[layer], enable_gqa=grouped)
         else:
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=masks[layer], enable_gqa=grouped)
         return out.transpose(1, 2)

@@ -94,7 +94,9 @@ class Features:
             column_L = torch.arange(longest)
             real_EL = column_L < torch.tensor([lengths[i] for i in batch])[:, None]
             place_EL = places_E[torch.tensor(batch)][:, None] + column_L
-            into_TF[place_EL[real_EL].to(device)] = features_ELF[real_EL.to(device)]
+            # Indices are made on the host: a boolean mask on the device would stall it.
+            kept = real_EL.flatten().nonzero()[:, 0].to(device)
+            into_TF[place_EL[real_EL].to(device)] = features_ELF.flatten(0, 1)[kept]
 
     def _allocate(self, limit_gib: float) -> Tensor:
         if self.gib > limit_gib:

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from ddtree.errors import DataError
 
-__all__ = ["Examples", "Pack", "describe", "load_examples", "pack_for_step", "stable_seed", "write_shard"]
+__all__ = [
+    "Examples",
+    "Pack",
+    "describe",
+    "load_examples",
+    "pack_for_step",
+    "split_examples",
+    "stable_seed",
+    "write_shard",
+]
 
 SHARD_PATTERN = "answers-*.safetensors"
 
@@ -60,6 +69,27 @@ class Pack:
     example_T: Tensor
     anchors_A: Tensor
     real_A: Tensor
+
+
+def split_examples(examples: Examples, count: int) -> tuple[Examples, Examples]:
+    """Examples to train on, and about `count` to validate on: no prompt has answers on both sides."""
+    prompt_keys = [
+        hash_tokens(examples.tokens_T[start:end])
+        for start, end in zip(examples.starts_E.tolist(), examples.prompts_E.tolist(), strict=True)
+    ]
+    held_keys: set[int] = set()
+    held = torch.zeros(len(examples), dtype=torch.bool)
+    for index in sorted(range(len(examples)), key=lambda i: (prompt_keys[i], i)):
+        if int(held.sum()) >= count and prompt_keys[index] not in held_keys:
+            break
+        held_keys.add(prompt_keys[index])
+        held[index] = True
+    return examples.take((~held).nonzero()[:, 0]), examples.take(held.nonzero()[:, 0])
+
+
+def hash_tokens(tokens_T: Tensor) -> int:
+    """A 64-bit key of some tokens: a stable order that has nothing to do with their length."""
+    return int.from_bytes(hashlib.blake2b(tokens_T.numpy().tobytes(), digest_size=8).digest())
 
 
 def write_shard(path: Path, examples: list[tuple[list[int], int]], metadata: dict[str, str]) -> None:

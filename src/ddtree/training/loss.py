@@ -69,8 +69,8 @@ def _chunk(logits_CV: Tensor, labels_C: Tensor, shares_C: Tensor) -> tuple[Tenso
 
 @lru_cache(maxsize=1)
 def _compiled_chunk() -> Any:
-    """`_chunk` in two passes over the logits instead of eight; the last chunk may be shorter."""
-    return torch.compile(_chunk, dynamic=True)
+    """`_chunk` in two passes over the logits instead of eight."""
+    return torch.compile(_chunk, dynamic=False)
 
 
 def draft_loss(

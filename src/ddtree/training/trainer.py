@@ -33,7 +33,7 @@ from ddtree.training.checkpoint import (
     write_state,
 )
 from ddtree.training.config import TrainConfig
-from ddtree.training.examples import Examples, Pack, pack_for_step
+from ddtree.training.examples import Examples, Pack, pack_for_step, split_examples
 from ddtree.training.loss import decay_weights, draft_loss
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
 from ddtree.training.parallel import Group
@@ -87,10 +87,11 @@ class Trainer:
             target.embed_tokens.weight, target.lm_head.weight, target.spec.vocab_size
         )
         held_out = min(config.validation_examples, len(examples) // 10)
-        index = torch.arange(len(examples))
-        self._training, self._held_out = examples.take(index[held_out:]), examples.take(index[:held_out])
         if not held_out:
             raise DataError(f"{len(examples)} examples leave none to validate on; at least 10 are needed")
+        self._training, self._held_out = split_examples(examples, held_out)
+        if not len(self._training):
+            raise DataError("all examples answer one prompt, which leaves none to train on; add prompts")
         ids = self.model.spec.layer_ids
         self._features = Features(target, self._training, ids, config.feature_cache_gib)
         self._held_out_features = Features(target, self._held_out, ids, 0.0)
