@@ -189,6 +189,10 @@ def test_all_together_in_the_order_of_generate(data, seed, vocab_size, kind, dty
     if constrained:
         allowed_V = random_logits(seed + 1, (1, vocab_size), "plain", dtype)[0] > 0
         allowed_V[seed % vocab_size] = True
+        if seed % 4 == 0:
+            # No chance at all: every allowed token then has the score 0, a tie.
+            logits_MV[0] = logits_MV[0].masked_fill(allowed_V, -torch.inf)
+            kind = "ties"
     ids = torch.randint(vocab_size, (2, 12), generator=torch.Generator().manual_seed(seed))
     counts = count_tokens(ids[:, :8].tolist(), ids[:, 8:].tolist(), vocab_size)
     allowed_MV = None if allowed_V is None else allowed_V.expand(2, -1)
@@ -345,6 +349,13 @@ def test_filters_that_are_off_for_one_row_leave_it_alone():
         assert (both[1] == -torch.inf).any()
 
 
+def test_rows_may_bias_different_numbers_of_tokens():
+    logits_MV = torch.randn(3, 5)
+    params = [SamplingParams(logit_bias=bias) for bias in ({0: 5.0}, {1: 1.0, 2: 2.0}, {})]
+    expected_MV = logits_MV + torch.tensor([[5.0, 0, 0, 0, 0], [0, 1, 2, 0, 0], [0, 0, 0, 0, 0]])
+    assert torch.equal(target_scores(logits_MV, row_params(params)), expected_MV)
+
+
 def test_greedy_rows_are_neither_warmed_nor_filtered():
     logits_MV = torch.randn(2, 40)
     greedy = SamplingParams(top_k=1, top_p=0.1, min_p=0.9)
@@ -393,6 +404,17 @@ def test_top_p_by_heads_is_top_p_by_sorting(seed, vocab_size, kind, dtype, top_p
     spare_M1 = torch.full((3, 1), 1 - top_p, dtype=dtype)
     expected_MV = filters._outside_nucleus(logits_MV, spare_M1)
     assert torch.equal(filters._outside_nucleus_by_heads(logits_MV, spare_M1), expected_MV)
+
+
+@pytest.mark.parametrize("between", [0.0, 0.5])
+def test_top_p_by_heads_is_right_at_and_between_steps_of_the_mass(between):
+    """A large vocabulary, whose float32 softmax does not sum to 1: the cut at a step, and halfway to the next."""
+    logits_1V = random_logits(4, (1, 150_000), "plain", torch.float32) * 4 / 3
+    mass_V = logits_1V.sort(dim=1).values.softmax(dim=1).cumsum(dim=1)[0]
+    for rank in range(20, 4000, 200):
+        spare_11 = mass_V[-rank].lerp(mass_V[1 - rank], between).reshape(1, 1)
+        expected_1V = filters._outside_nucleus(logits_1V, spare_11)
+        assert torch.equal(filters._outside_nucleus_by_heads(logits_1V, spare_11), expected_1V)
 
 
 @pytest.mark.parametrize("kind", ["peaked", "bfloat16"])

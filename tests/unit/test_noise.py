@@ -215,6 +215,7 @@ def test_the_ring_starts_over_behind_and_far_ahead(counted):
     ring = NoiseRing(4, 13, capacity=3)
     for first in (50, 10, 90):
         assert torch.equal(ring.rows(first, 3), expected_rows(4, first, 3))
-    assert counted == [50, 51, 52, 10, 11, 12, 90, 91, 92]
+    ring.rows(94, 1)
+    assert counted == [50, 51, 52, 10, 11, 12, 90, 91, 92, 94]
     with pytest.raises(AssertionError, match="wider than the ring"):
         ring.rows(90, 4)

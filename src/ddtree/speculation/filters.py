@@ -1,7 +1,7 @@
 """Filters that keep the likely part of a distribution: top-k, then top-p, then min-p.
 
 Each says which tokens it removes, never the best one. The sets are those of Hugging Face's warpers of the same
-names, rounding included, and a row's set does not depend on the other rows in the call.
+names, ties at the cut of top-p aside, and a row's set does not depend on the other rows in the call.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ def _inside_nucleus(
     It is when the cut and all that tie with it lie inside the head, and the cut not so close to a step of the
     cumulated mass that summing in another order could move it.
     """
+    # Float32 sums of up to 262,144 terms in either order differ by less than 8e-7.
     margin = 2e-6 if scores_SV.dtype == torch.float32 else 1e-12
     head_SH, order_SH = scores_SV.topk(head, dim=1)
-    # A float32 softmax over a large vocabulary is off by a factor of up to 1 + 1e-4, too much for the margin.
+    # The softmax of an unsorted row adds small terms to large sums: up to 5e-5 off, too much for the margin.
     probs_SH = probs_SV.gather(1, order_SH).double() / probs_SV.sum(dim=1, keepdim=True)
     # Mass from each token down, less the mass that may go: positive inside the nucleus.
     excess_SH = 1 - (probs_SH.cumsum(dim=1) - probs_SH) - spare_S1

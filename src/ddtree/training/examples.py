@@ -70,6 +70,11 @@ class Pack:
     anchors_A: Tensor
     real_A: Tensor
 
+    def to(self, device: torch.device) -> Pack:
+        """The pack on a device."""
+        tensors = (self.source_T, self.positions_T, self.example_T, self.anchors_A, self.real_A)
+        return Pack(self.examples, *(send(t, device) for t in tensors))
+
 
 def split_examples(examples: Examples, count: int) -> tuple[Examples, Examples]:
     """Examples to train on, and about `count` to validate on: no prompt has answers on both sides."""
@@ -145,16 +150,13 @@ def pack_for_step(
     fits = length_E.cumsum(0) <= context_tokens
     fits[0] = True
     chosen = order[fits]
-    source, position, member, answer = [], [], [], []
-    for place, index in enumerate(chosen.tolist()):
-        start, end = int(examples.starts_E[index]), int(examples.ends_E[index])
-        end = min(end, start + context_tokens)
-        place_T = torch.arange(start, end)
-        source.append(place_T)
-        position.append(place_T - start)
-        member.append(torch.full_like(place_T, place))
-        answer.append((place_T >= examples.prompts_E[index]) & (place_T < end - 1))
-    source_T, position_T, member_T, answer_T = (torch.cat(parts) for parts in (source, position, member, answer))
+    start_E = examples.starts_E[chosen]
+    length_E = length_E[fits].clamp(max=context_tokens)
+    member_T = torch.repeat_interleave(length_E)
+    position_T = torch.arange(member_T.numel()) - (length_E.cumsum(0) - length_E)[member_T]
+    source_T = start_E[member_T] + position_T
+    # The last token of an example has no successor to draft.
+    answer_T = (source_T >= examples.prompts_E[chosen][member_T]) & (position_T < length_E[member_T] - 1)
     candidates = answer_T.nonzero()[:, 0]
     picked = candidates[torch.randperm(candidates.numel(), generator=generator)[:anchors]].sort().values
     pad = context_tokens - source_T.numel()
@@ -167,6 +169,11 @@ def pack_for_step(
         anchors_A=_padded(picked, fill, int(picked[-1]) if picked.numel() else 0),
         real_A=_padded(torch.ones_like(picked, dtype=torch.bool), fill, False),
     )
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without waiting for what the device is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def stable_seed(*parts: int) -> int:

@@ -92,6 +92,9 @@ class Trainer:
         self._training, self._held_out = split_examples(examples, held_out)
         if not len(self._training):
             raise DataError("all examples answer one prompt, which leaves none to train on; add prompts")
+        # Each process trains on its share, so that the features of all fit into the GPUs together.
+        self._training = self._training.take(torch.arange(group.rank, len(self._training), group.size))
+        self._tokens_T = examples.tokens_T.to(target.device)
         ids = self.model.spec.layer_ids
         self._features = Features(target, self._training, ids, config.feature_cache_gib)
         self._held_out_features = Features(target, self._held_out, ids, 0.0)
@@ -161,6 +164,7 @@ class Trainer:
     def _train_step(self, pack: Pack, logged: bool) -> StepReport | None:
         set_learning_rate(self._optimizers, learning_rate(self.config, self.step))
         features_TF = self._features.of_pack(pack)
+        pack = pack.to(self._target.device)
         labels_AD, weights_AD = self._labels(pack)
         with self._arithmetic():
             hidden_AbH = self._hidden(pack, features_TF)
@@ -187,29 +191,25 @@ class Trainer:
         return StepReport(self.step + 1, numbers[0], float(norm), rate, blocks, tuple(numbers[1:]))
 
     def _hidden(self, pack: Pack, features_TF: Tensor) -> Tensor:
-        device, block_size = self._target.device, self.config.block_size
-        positions_T, example_T = pack.positions_T.to(device), pack.example_T.to(device)
-        anchors_A = pack.anchors_A.to(device)
-        tokens_T = self._training.tokens_T[pack.source_T].to(device)
-        ids_Ab = block_tokens(tokens_T[anchors_A], block_size, self.config.mask_token_id)
+        block_size, anchors_A = self.config.block_size, pack.anchors_A
+        ids_Ab = block_tokens(self._tokens_T[pack.source_T[anchors_A]], block_size, self.config.mask_token_id)
         embedded_Mh = self._vocabulary.embedding[ids_Ab.flatten()]
-        offset_b = torch.arange(block_size, device=device)
-        positions_M = (positions_T[anchors_A][:, None] + offset_b).flatten()
-        layout = BlockLayout(positions_T, example_T, anchors_A, block_size)
+        offset_b = torch.arange(block_size, device=anchors_A.device)
+        positions_M = (pack.positions_T[anchors_A][:, None] + offset_b).flatten()
+        layout = BlockLayout(pack.positions_T, pack.example_T, anchors_A, block_size)
         masks = block_masks(layout, self.model.spec.views, self._fused)
-        hidden_Mh = self._draft(self.model, features_TF, positions_T, embedded_Mh, positions_M, masks)
+        hidden_Mh = self._draft(self.model, features_TF, pack.positions_T, embedded_Mh, positions_M, masks)
         return hidden_Mh.view(-1, block_size, hidden_Mh.shape[-1])
 
     def _labels(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """The tokens after each anchor and their weights; none past the end of the example or for padding."""
-        device, depth = self._target.device, self.config.block_size - 1
-        place_AD = pack.anchors_A[:, None] + 1 + torch.arange(depth)
+        depth = self.config.block_size - 1
+        place_AD = pack.anchors_A[:, None] + 1 + torch.arange(depth, device=pack.anchors_A.device)
         inside_AD = place_AD < pack.source_T.numel()
         place_AD = place_AD.clamp(max=pack.source_T.numel() - 1)
         same_AD = pack.example_T[place_AD] == pack.example_T[pack.anchors_A][:, None]
-        counted_AD = (inside_AD & same_AD & pack.real_A[:, None]).to(device)
-        labels_AD = self._training.tokens_T[pack.source_T[place_AD]].to(device)
-        return labels_AD, torch.where(counted_AD, self._weights_D, 0.0)
+        counted_AD = inside_AD & same_AD & pack.real_A[:, None]
+        return self._tokens_T[pack.source_T[place_AD]], torch.where(counted_AD, self._weights_D, 0.0)
 
     def _measure(self, index: int, budgets: tuple[int | None, ...]) -> dict[int | None, Acceptance]:
         examples = self._held_out
