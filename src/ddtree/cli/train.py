@@ -68,7 +68,9 @@ def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
     for report in trainer.steps():
         spent = time.monotonic() - started
         pace = spent / (report.step - first)
-        out_of_time = bool(stop_after_s) and spent > stop_after_s
+        # Clocks differ between processes, so they decide together.
+        late = bool(stop_after_s) and spent > stop_after_s
+        out_of_time = trainer.group.any(late, trainer.device)
         last = report.step == recipe.steps or out_of_time
         if leads:
             _log(run, steps, _step_row(report, spent), _step_line(report, recipe.steps, pace))

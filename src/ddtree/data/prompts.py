@@ -71,7 +71,7 @@ class HeldOut:
 def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], int]:
     """Prompts of a JSONL file, and how many broken lines were skipped. DataError names the first broken line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; give a JSONL file with a `prompt` on each line") from None
     except UnicodeDecodeError as error:

@@ -43,6 +43,10 @@ class Group:
         dist.all_reduce(value)
         return value / self.size
 
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether any process says so. All must ask at the same point."""
+        return bool(self.average(torch.tensor(float(flag), device=device)) > 0)
+
     def wait(self) -> None:
         """Let all processes come here."""
         if self.size > 1:

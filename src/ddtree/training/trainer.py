@@ -107,6 +107,11 @@ class Trainer:
         ):
             raise ConfigError("context_tokens and anchors * block_size must be multiples of 128 on a GPU")
 
+    @property
+    def device(self) -> torch.device:
+        """Where the run computes."""
+        return self._target.device
+
     def steps(self) -> Iterator[StepReport]:
         """Train to the end of the recipe; yields a report each `log_every` steps and after the last."""
         while self.step < self.config.steps:
