@@ -1,6 +1,6 @@
 """The draft tree: its arrays, builders, ancestor masks and accept walk. Needs torch, knows no models."""
 
-from ddtree.tree.accept import Accepted, accept
+from ddtree.tree.accept import Accepted, accept, committed_tokens, cut
 from ddtree.tree.build import build_reference, build_tree
 from ddtree.tree.candidates import Candidates, edge_candidates, factorised_candidates, top_candidates
 from ddtree.tree.layout import (
@@ -25,6 +25,8 @@ __all__ = [
     "chain_words",
     "check_tree",
     "clique_words",
+    "committed_tokens",
+    "cut",
     "edge_candidates",
     "factorised_candidates",
     "positions",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddtree.tree.structure import DraftTree
 
-__all__ = ["Accepted", "accept"]
+__all__ = ["Accepted", "accept", "committed_tokens", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,35 @@ def accept(tree: DraftTree, choices_RN: Tensor, among_RN: Tensor | None = None) 
         jump_RN = jump_RN.gather(1, jump_RN)
         reach *= 2
     return _path(tree, accepted_RN, choices_RN)
+
+
+def cut(tree: DraftTree, accepted: Accepted, among_RN: Tensor) -> Accepted:
+    """The longest prefix of a path inside `among_RN`: what had been accepted, had only those nodes been drafted.
+
+    among_RN: bool, holds the root. Where the path leaves it, the target's choice is the node that it left for.
+    """
+    place_P = torch.arange(accepted.path_RP.shape[1], device=accepted.path_RP.device)
+    on_path_RP = place_P[None, :] < accepted.lengths_R[:, None]
+    kept_RP = (on_path_RP & among_RN.gather(1, accepted.path_RP)).cumprod(dim=1) == 1
+    lengths_R = kept_RP.sum(dim=1)
+    whole_R = lengths_R == accepted.lengths_R
+    next_R1 = accepted.path_RP.gather(1, lengths_R.clamp(max=place_P.numel() - 1)[:, None])
+    left_for_R = tree.tokens_RN.gather(1, next_R1)[:, 0]
+    bonus_R = torch.where(whole_R, accepted.bonus_R, left_for_R)
+    return Accepted(torch.where(kept_RP, accepted.path_RP, 0), lengths_R, bonus_R)
+
+
+def committed_tokens(tree: DraftTree, accepted: Accepted) -> Tensor:
+    """The tokens that a round adds to the text: the path without its root, then the bonus. int64 [R, P].
+
+    The first lengths_R[r] of a row count; the others hold 0.
+    """
+    path_tokens_RP = tree.tokens_RN.gather(1, accepted.path_RP)
+    shifted_RP = path_tokens_RP.roll(-1, dims=1)
+    place_P = torch.arange(shifted_RP.shape[1], device=shifted_RP.device)
+    last_R1 = (accepted.lengths_R - 1)[:, None]
+    tokens_RP = torch.where(place_P[None, :] < last_R1, shifted_RP, 0)
+    return torch.where(place_P[None, :] == last_R1, accepted.bonus_R[:, None], tokens_RP)
 
 
 def _path(tree: DraftTree, accepted_RN: Tensor, choices_RN: Tensor) -> Accepted:

@@ -1,0 +1,72 @@
+"""What an engine is asked for, and what that becomes on this machine. Frozen; resolved once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddtree.errors import ConfigError, UnsupportedError
+from ddtree.speculation.plan import RoundPlan, fixed_plan
+
+__all__ = ["DEFAULT_BUDGETS", "DTYPES", "EngineConfig"]
+
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+# Nodes that pay on a device before its budget has been measured there (docs/guides/tuning.md).
+DEFAULT_BUDGETS = {"cpu": 16, "cuda": 63}
+LARGEST_DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of an engine.
+
+    mode: off, chain, tree or shadow. budget: nodes of a tree, root not counted; None: the device's default.
+    block_size: anchor and masks of a draft block; None: the drafter's own. max_context: prompt and answer
+    together, in tokens; None: what target and drafter can, at most 8192. coupling: scale of coupled drafting when
+    sampling, None turns it off. prefill_chunk: prompt tokens in one pass.
+    """
+
+    mode: str = "tree"
+    budget: int | None = None
+    block_size: int | None = None
+    max_context: int | None = None
+    coupling: float | None = 1.25
+    prefill_chunk: int = 512
+
+    def __post_init__(self) -> None:
+        self.plan("cpu", 16)
+        if self.max_context is not None and self.max_context < 2:
+            raise ConfigError(f"max_context must be at least 2 tokens: got {self.max_context}")
+        if self.coupling is not None and not 0.1 <= self.coupling <= 100:
+            raise ConfigError(f"coupling must lie between 0.1 and 100, or be None: got {self.coupling}")
+        if self.prefill_chunk < 1:
+            raise ConfigError(f"prefill_chunk must be at least 1 token: got {self.prefill_chunk}")
+
+    def plan(self, device_type: str, drafter_block_size: int) -> RoundPlan:
+        """The plan of every round. ConfigError when a block is longer than the drafter's own."""
+        budget = DEFAULT_BUDGETS.get(device_type, 63) if self.budget is None else self.budget
+        return fixed_plan(self.mode, self.block_size or drafter_block_size, budget)
+
+
+def context_limit(asked: int | None, limits: dict[str, int]) -> int:
+    """Tokens of context: what was asked for, if every model can, else the default. limits: model -> positions."""
+    if asked is None:
+        return min(*limits.values(), LARGEST_DEFAULT_CONTEXT)
+    for name, positions in limits.items():
+        if asked > positions:
+            raise ConfigError(
+                f"max_context {asked} exceeds the {positions} positions of the {name}; "
+                "ask for less, or decode without it"
+            )
+    return asked
+
+
+def check_device(name: str, cuda_available: bool) -> str:
+    """`auto`, `cpu`, `cuda` or `cuda:N`; auto is the GPU where there is one."""
+    if name == "auto":
+        return "cuda" if cuda_available else "cpu"
+    kind = name.split(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    if kind == "cuda" and not cuda_available:
+        raise ConfigError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    return name

@@ -1,0 +1,145 @@
+"""`LLM`: a model by name, ready to answer. The Python face of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ddtree.engine.config import DTYPES, EngineConfig, check_device
+from ddtree.engine.engine import Engine
+from ddtree.engine.request import Completion, Piece, RoundRecord, Timing
+from ddtree.errors import ConfigError, RequestError
+from ddtree.models.hub import Progress, locate
+from ddtree.models.load import load_drafter, load_target
+from ddtree.models.shipped import drafter_folder
+from ddtree.models.tokenizer import ChatTokenizer
+from ddtree.speculation.params import SamplingParams
+from ddtree.speculation.plan import ALGORITHMS, RoundPlan
+
+__all__ = ["LLM", "Prompt"]
+
+# One user turn, a chat, or token ids.
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
+
+
+class LLM:
+    """A target with its drafter, answering one request at a time.
+
+    model: a known name (`smollm2-135m`), a hub id or a folder. drafter: likewise; None takes the one shipped for
+    the model. dtype `auto` is bfloat16. The other options are those of `EngineConfig`.
+
+    Raises ConfigError, CheckpointError, UnsupportedError, DownloadError or StorageError.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        drafter: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        config: EngineConfig | None = None,
+        cache_dir: Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}: got {dtype!r}")
+        config = config or EngineConfig()
+        where = torch.device(check_device(device, torch.cuda.is_available()))
+        local = locate(model, cache_dir=cache_dir, progress=progress)
+        target = load_target(local.folder, _dtype(dtype), where)
+        loaded = None
+        if ALGORITHMS[config.mode].drafts_blocks or drafter is not None:
+            loaded = load_drafter(drafter_folder(drafter, local), target)
+        self.name = local.name
+        self.tokenizer = ChatTokenizer(local.folder)
+        self.engine = Engine(target, loaded, config, self.tokenizer.decode)
+
+    def plan(self, mode: str | None = None, budget: int | None = None, block_size: int | None = None) -> RoundPlan:
+        """The engine's plan with some of it changed, for one request."""
+        asked = {"mode": mode, "budget": budget, "block_size": block_size}
+        changes = {key: value for key, value in asked.items() if value is not None}
+        return self.engine.plan_for(dataclasses.replace(self.engine.config, **changes))  # type: ignore[arg-type]
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids of a prompt. Text is one user turn in the model's chat template, unless raw or without one."""
+        if isinstance(prompt, str):
+            if raw or not self.tokenizer.can_chat:
+                return self.tokenizer.encode(prompt)
+            return self.tokenizer.chat_ids([{"role": "user", "content": prompt}])
+        tokens = [item for item in prompt if isinstance(item, int) and not isinstance(item, bool)]
+        if len(tokens) == len(prompt):
+            return tokens
+        messages = [item for item in prompt if isinstance(item, Mapping) and {"role", "content"} <= set(item)]
+        if len(messages) == len(prompt):
+            return self.tokenizer.chat_ids(messages)
+        raise RequestError("a prompt is a text, a list of messages with role and content, or a list of token ids")
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        plan: RoundPlan | None = None,
+        records: bool = False,
+        raw: bool = False,
+    ) -> Iterator[Piece]:
+        """Answer piece by piece: the first token, then what each round emits. Joined, they are the answer."""
+        job = self.engine.fixed_job(self.encode(prompt, raw=raw), params or SamplingParams(), plan, records)
+        return self.engine.run(job)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        plan: RoundPlan | None = None,
+        records: bool = False,
+        raw: bool = False,
+    ) -> Completion:
+        """Answer at once."""
+        ids = self.encode(prompt, raw=raw)
+        clock = self.engine.clock
+        started = clock()
+        gathering = Gathering(len(ids), started)
+        for piece in self.stream(ids, params, plan=plan, records=records):
+            gathering.add(piece, clock())
+        return gathering.completion()
+
+
+class Gathering:
+    """Pieces on their way to a completion. Times are the engine's clock, read as each piece arrives."""
+
+    def __init__(self, prompt_tokens: int, started_s: float) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._times_s = [started_s]
+        self._pieces: list[Piece] = []
+
+    def add(self, piece: Piece, now_s: float) -> None:
+        self._pieces.append(piece)
+        self._times_s.append(now_s)
+
+    def completion(self) -> Completion:
+        """The answer so far; a request that was left before its end counts as cancelled."""
+        records: tuple[RoundRecord, ...] = tuple(p.record for p in self._pieces if p.record is not None)
+        shadowed = [r.would_commit for r in records if r.would_commit is not None]
+        first_s = self._times_s[1] if self._pieces else self._times_s[0]
+        return Completion(
+            text="".join(p.text for p in self._pieces),
+            token_ids=tuple(t for p in self._pieces for t in p.token_ids),
+            finish_reason=(self._pieces[-1].finish_reason if self._pieces else None) or "cancelled",
+            prompt_tokens=self._prompt_tokens,
+            rounds=max(len(self._pieces) - 1, 0),
+            timing=Timing(first_s - self._times_s[0], self._times_s[-1] - first_s),
+            records=records,
+            would_commit=sum(shadowed) if shadowed else None,
+        )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,71 @@
+"""What a caller gets: pieces while a request runs, a completion at its end, and records of its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Completion", "Piece", "RoundRecord", "Timing"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round as it was: the tree's arrays (real nodes alone), the committed path, and the tokens it emitted.
+
+    would_commit: in shadow mode, the tokens that the tree would have committed.
+    """
+
+    mode: str
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    scores: tuple[float, ...]
+    path: tuple[int, ...]
+    emitted: tuple[int, ...]
+    would_commit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The newest part of an answer. The first piece, from the prompt itself, has no record."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    record: RoundRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. prefill_s ends with the first token; decode_s covers all that follow."""
+
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. Only emitted tokens count in any of its figures.
+
+    rounds: verifications after the first token, which the prompt's own pass gave. would_commit: in shadow mode,
+    the tokens that trees would have committed in all rounds.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    rounds: int
+    timing: Timing
+    records: tuple[RoundRecord, ...] = ()
+    would_commit: int | None = None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens emitted per round, bonus included; None without a round."""
+        return (len(self.token_ids) - 1) / self.rounds if self.rounds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Emitted tokens after the first, over the time that they took; None without any."""
+        decoded = len(self.token_ids) - 1
+        return decoded / self.timing.decode_s if decoded and self.timing.decode_s > 0 else None

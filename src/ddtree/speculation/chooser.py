@@ -1,0 +1,219 @@
+"""Which token the target chooses after each node, and what a drafter should expect it to choose.
+
+A choice is a function of (logits, history on the node's own path, seed, position), so mode, budget and batch
+cannot change what is said. With the anchor at position a, what follows a node of depth d is drawn with the noise
+of position a + d + 1.
+
+Two walks give the same path. `_walk_all` judges every node at once, without a host read. `_walk_steps` judges only
+the nodes that are reached, as step-by-step decoding would: on a CPU, where a sort of the vocabulary for each node
+would cost more than the tree gains, and wherever a grammar has to be asked on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.errors import RequestError
+from ddtree.ops import Ops
+from ddtree.speculation.noise import NoiseRing, fresh_seed, gumbel, seed_tensor
+from ddtree.speculation.params import SamplingParams
+from ddtree.speculation.penalties import TokenCounts, count_tokens, node_paths
+from ddtree.speculation.processors import RowParams, draft_scores, row_params, target_scores
+from ddtree.speculation.protocols import Lengths
+from ddtree.tree import Accepted, DraftTree, accept
+
+__all__ = ["Chooser", "History"]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What choices depend on beyond the logits: token counts (where a request has penalties), and the grammar
+    state of each sequence (where it has a constraint)."""
+
+    counts: TokenCounts | None
+    grammar: tuple[Hashable, ...]
+
+
+class Chooser:
+    """The sampling settings of R requests, fixed for their lifetime. It holds no state of theirs: histories go in
+    and come out, and the noise that it remembers is a pure function of seed and position."""
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        ops: Ops,
+        device: torch.device,
+        horizon: int,
+        coupling: float | None,
+    ) -> None:
+        """horizon: the deepest draft. coupling: scale of coupled drafting, None for drafts without noise."""
+        for one in params:
+            one.check_vocabulary(vocab_size)
+        self._params = tuple(params)
+        self._vocab_size = vocab_size
+        self._ops = ops
+        self._device = device
+        self._coupling = coupling
+        seeds = [fresh_seed() if one.seed is None else one.seed for one in params]
+        self._seeds_R = seed_tensor(seeds, device)
+        # A window reaches from the first drafted position to the one after the deepest node.
+        self._rings = [NoiseRing(seed, vocab_size, horizon + 2, device) for seed in seeds]
+        self._rows: dict[int, RowParams] = {}
+        self._sampled = any(not one.greedy for one in params)
+        self._plain = all(one.plain_greedy for one in params)
+        self._constrained = any(one.constraint is not None for one in params)
+        self._counted = any(one.needs_history for one in params)
+
+    def begin(self, prompts: Sequence[Sequence[int]]) -> History:
+        """The history of requests that have said nothing yet."""
+        counts = None
+        if self._counted:
+            counts = count_tokens(prompts, [()] * len(prompts), self._vocab_size, self._device)
+        states = tuple(None if p.constraint is None else p.constraint.start() for p in self._params)
+        return History(counts, states)
+
+    def first(self, logits_RV: Tensor, history: History, lengths: Lengths) -> Tensor:
+        """The token after each prompt. lengths: of the prompts. int64 [R]."""
+        if self._plain:
+            return logits_RV.argmax(dim=-1)
+        drawn = [
+            self._draw(r, logits_RV[r : r + 1], history, (), lengths.host[r]) for r in range(len(self._params))
+        ]
+        return torch.tensor(drawn, device=self._device)
+
+    def extend(self, history: History, committed: Sequence[Sequence[int]]) -> History:
+        """The history after each sequence has said more tokens."""
+        counts = history.counts
+        if counts is not None:
+            widest = max(len(tokens) for tokens in committed)
+            padded = [[*tokens, *[0] * (widest - len(tokens))] for tokens in committed]
+            real = [[i < len(tokens) for i in range(widest)] for tokens in committed]
+            counts = counts.committed(
+                torch.tensor(padded, device=self._device), torch.tensor(real, device=self._device)
+            )
+        states = list(history.grammar)
+        for r, tokens in enumerate(committed):
+            for token in tokens:
+                states[r] = self._advance(r, states[r], token)
+        return History(counts, tuple(states))
+
+    def candidates(
+        self, logits_RDV: Tensor, history: History, lengths: Lengths, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The best tokens of each drafted position and their log-probabilities, [R, D, K] each, descending.
+
+        The score is the drafter's under the request's own settings and, where it samples, coupled to the noise
+        that the target will be judged with.
+        """
+        if self._plain:
+            log_probs_RDK, tokens_RDK = self._ops.top_log_probs(logits_RDV, count)
+            return tokens_RDK, log_probs_RDK
+        sequences, depth, vocabulary = logits_RDV.shape
+        noise_MV = None
+        if self._coupling is not None and self._sampled:
+            noise_MV = self._noise(lengths, 1, depth).flatten(0, 1)
+        scores_MV = draft_scores(
+            logits_RDV.flatten(0, 1), self._row_params(depth), history.counts, noise_MV, self._coupling or 1.0
+        )
+        top = scores_MV.view(sequences, depth, vocabulary).topk(min(count, vocabulary), dim=-1)
+        return top.indices, top.values
+
+    def walk(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
+        """The longest path of each tree that the target itself would have said, and its choice after it."""
+        if self._plain:
+            return accept(tree, logits_RNV.argmax(dim=-1))
+        if self._constrained or self._device.type == "cpu":
+            return self._walk_steps(tree, logits_RNV, history, lengths)
+        return self._walk_all(tree, logits_RNV, history, lengths)
+
+    def _walk_all(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
+        counts = history.counts
+        if counts is not None:
+            counts = counts.along(*node_paths(tree))
+        rows = self._row_params(tree.rows)
+        scores_MV = target_scores(logits_RNV.flatten(0, 1), rows, counts)
+        if self._sampled:
+            noise_RPV = self._noise(lengths, 1, tree.horizon + 1)
+            depth_RNV = tree.depths_RN[..., None].expand(-1, -1, noise_RPV.shape[-1])
+            noise_MV = noise_RPV.gather(1, depth_RNV).flatten(0, 1).to(scores_MV.dtype)
+            if rows.greedy_M1 is not None:
+                noise_MV = noise_MV.masked_fill(rows.greedy_M1, 0.0)
+            scores_MV = scores_MV + noise_MV
+        return accept(tree, scores_MV.argmax(dim=-1).view(tree.tokens_RN.shape))
+
+    def _walk_steps(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
+        choices = torch.zeros_like(tree.tokens_RN)
+        for r in range(choices.shape[0]):
+            children: dict[tuple[int, int], int] = {}
+            size = int(tree.sizes_R[r])
+            parents, tokens = tree.parents_RN[r].tolist(), tree.tokens_RN[r].tolist()
+            for node in range(1, size):
+                children[parents[node], tokens[node]] = node
+            node = 0
+            said: tuple[int, ...] = ()
+            while True:
+                position = lengths.host[r] + len(said) + 1
+                token = self._draw(r, logits_RNV[r, node : node + 1], history, said, position)
+                choices[r, node] = token
+                if (node, token) not in children:
+                    break
+                node, said = children[node, token], (*said, token)
+        return accept(tree, choices)
+
+    def _draw(self, r: int, logits_1V: Tensor, history: History, said: tuple[int, ...], position: int) -> int:
+        """The token that sequence r says at `position`, after its history and the tokens `said` since."""
+        rows = self._row_params_of(r)
+        counts = history.counts
+        if counts is not None:
+            counts = TokenCounts(counts.prompt_RV[r : r + 1], counts.output_RV[r : r + 1])
+            path_1L = torch.tensor([said], dtype=torch.int64, device=self._device)
+            counts = counts.along(path_1L, torch.ones_like(path_1L, dtype=torch.bool))
+        scores_1V = target_scores(logits_1V, rows, counts, self._allowed(r, history, said))
+        if not self._params[r].greedy:
+            scores_1V = scores_1V + self._rings[r].rows(position, 1).to(scores_1V.dtype)
+        return int(scores_1V.argmax(dim=-1))
+
+    def _allowed(self, r: int, history: History, said: tuple[int, ...]) -> Tensor | None:
+        """What the request's constraint lets follow: evaluated along the path, without moving its state."""
+        constraint = self._params[r].constraint
+        if constraint is None:
+            return None
+        state = history.grammar[r]
+        for token in said:
+            state = constraint.advance(state, token)
+        allowed_V = constraint.allowed(state)
+        if allowed_V is None:
+            return None
+        if not bool(allowed_V.any()):
+            raise RequestError(
+                "the constraint allows no token at all here; it should let an end-of-sequence token follow"
+            )
+        return allowed_V.to(self._device)[None]
+
+    def _advance(self, r: int, state: Hashable, token: int) -> Hashable:
+        constraint = self._params[r].constraint
+        return None if constraint is None else constraint.advance(state, token)
+
+    def _noise(self, lengths: Lengths, offset: int, count: int) -> Tensor:
+        """Noise of `count` positions of each sequence, the first `offset` after its anchor. [R, count, V]."""
+        if self._device.type == "cpu":
+            rings = zip(self._rings, lengths.host, strict=True)
+            return torch.stack([ring.rows(length + offset, count) for ring, length in rings])
+        positions_RN = lengths.device_R[:, None] + offset + torch.arange(count, device=self._device)
+        return gumbel(self._seeds_R, positions_RN, self._vocab_size)
+
+    def _row_params(self, rows_each: int) -> RowParams:
+        if rows_each not in self._rows:
+            self._rows[rows_each] = row_params(self._params, rows_each, self._device)
+        return self._rows[rows_each]
+
+    def _row_params_of(self, r: int) -> RowParams:
+        key = -1 - r
+        if key not in self._rows:
+            self._rows[key] = row_params(self._params[r : r + 1], 1, self._device)
+        return self._rows[key]

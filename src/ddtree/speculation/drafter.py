@@ -1,0 +1,49 @@
+"""DFlash as drafter: its context holds exactly the features of positions before the anchor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddtree.models.block import block_rows, run_block
+from ddtree.models.cache import SlotCache
+from ddtree.models.load import LoadedDrafter
+from ddtree.speculation.protocols import Lengths
+
+__all__ = ["DFlashDrafter"]
+
+
+class DFlashDrafter:
+    """A loaded drafter and the context cache of the sequences that it drafts for."""
+
+    def __init__(self, drafter: LoadedDrafter, cache: SlotCache, vocab_size: int) -> None:
+        self._model = drafter.model
+        self._vocabulary = drafter.vocabulary
+        self._cache = cache
+        self._vocab_size = vocab_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._model.spec.layer_ids
+
+    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Tensor:
+        rows = block_rows(
+            anchors_R,
+            lengths.device_R,
+            block_size,
+            self._model.spec.mask_token_id,
+            lengths.longest + block_size,
+        )
+        hidden_Rbh = run_block(self._model, self._vocabulary, rows, self._cache)
+        logits_RDC = self._vocabulary.logits(hidden_Rbh[:, 1:])
+        if self._vocabulary.target_ids is None:
+            return logits_RDC
+        # A reduced vocabulary: what it cannot name is never drafted.
+        logits_RDV = logits_RDC.new_full((*logits_RDC.shape[:2], self._vocab_size), -torch.inf)
+        return logits_RDV.index_copy_(2, self._vocabulary.target_ids, logits_RDC)
+
+    def absorb(self, features_RPF: Tensor, lengths: Lengths, counts_R: Tensor) -> None:
+        place_P = torch.arange(features_RPF.shape[1], device=features_RPF.device)
+        positions_RP = lengths.device_R[:, None] + place_P
+        slots_RP = self._cache.slots(positions_RP, place_P[None, :] < counts_R[:, None])
+        self._model.absorb(features_RPF, positions_RP, slots_RP, self._cache)

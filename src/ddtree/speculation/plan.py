@@ -1,0 +1,126 @@
+"""What a round does: its mode, its width and budget, and who decides that. No tensors.
+
+Code asks a mode for its capabilities, never for its name. A policy gives each round its plan; `FixedPolicy` gives
+all of them the same one, and a policy that measures is another implementation of the same protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Protocol
+
+from ddtree.errors import ConfigError
+
+__all__ = ["ALGORITHMS", "Capabilities", "FixedPolicy", "Policy", "RoundPlan", "fixed_plan"]
+
+LARGEST_BUDGET = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a mode needs and does.
+
+    needs_target_features: the target must hand out features of committed rows. drafts_blocks: a block drafter
+    proposes before each verification. verifies_trees: rows may branch, so the target needs ancestor masks.
+    commits_spine_only: branches are verified and recorded, but only the drafter's chain is committed.
+    """
+
+    needs_target_features: bool
+    drafts_blocks: bool
+    verifies_trees: bool
+    commits_spine_only: bool
+
+
+ALGORITHMS: Mapping[str, Capabilities] = MappingProxyType(
+    {
+        "off": Capabilities(False, False, False, False),
+        "chain": Capabilities(True, True, False, False),
+        "tree": Capabilities(True, True, True, False),
+        "shadow": Capabilities(True, True, True, True),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """One round: mode, block size (anchor and masks), and node budget (root not counted)."""
+
+    mode: str
+    block_size: int
+    budget: int
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return ALGORITHMS[self.mode]
+
+    @property
+    def horizon(self) -> int:
+        """How many tokens deep a round drafts."""
+        return self.block_size - 1 if self.capabilities.drafts_blocks else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that the target verifies for each sequence, the root included."""
+        if not self.capabilities.verifies_trees:
+            return self.horizon + 1
+        spine = self.horizon if self.capabilities.commits_spine_only else 0
+        return self.budget + 1 + spine
+
+    @property
+    def width(self) -> int:
+        """Places that a round may write beyond the committed ones, in either cache: the one effective width."""
+        return max(self.block_size, self.rows)
+
+    def within(self, tokens_left: int) -> RoundPlan:
+        """The plan cut to the tokens that may still come: a round at horizon h commits at most h + 1."""
+        horizon = max(min(self.horizon, tokens_left - 1), 0)
+        if horizon == self.horizon:
+            return self
+        if horizon == 0:
+            return replace(self, mode="off", block_size=1, budget=0)
+        return replace(self, block_size=horizon + 1)
+
+
+def fixed_plan(mode: str, block_size: int, budget: int) -> RoundPlan:
+    """A checked plan. ConfigError says which value cannot be honoured and what can."""
+    if mode not in ALGORITHMS:
+        raise ConfigError(f"mode must be one of {', '.join(ALGORITHMS)}: got {mode!r}")
+    if not ALGORITHMS[mode].drafts_blocks:
+        return RoundPlan(mode, 1, 0)
+    if not 2 <= block_size <= LARGEST_BUDGET + 1:
+        raise ConfigError(f"block size must lie between 2 and {LARGEST_BUDGET + 1}: got {block_size}")
+    if not ALGORITHMS[mode].verifies_trees:
+        return RoundPlan(mode, block_size, block_size - 1)
+    if not 1 <= budget <= LARGEST_BUDGET:
+        raise ConfigError(
+            f"budget must lie between 1 and {LARGEST_BUDGET} nodes: got {budget}; "
+            "to decode without drafts use mode off"
+        )
+    return RoundPlan(mode, block_size, budget)
+
+
+class Policy(Protocol):
+    """Chooses the plan of each round from what earlier rounds committed."""
+
+    def plan(self) -> RoundPlan:
+        """The plan of the next round."""
+        ...
+
+    def observe(self, plan: RoundPlan, committed: int) -> None:
+        """Learn that a round of that plan committed so many tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPolicy:
+    """The same plan for every round."""
+
+    fixed: RoundPlan
+
+    def plan(self) -> RoundPlan:
+        return self.fixed
+
+    def observe(self, plan: RoundPlan, committed: int) -> None:
+        """Nothing is learned."""
