@@ -1,7 +1,7 @@
-"""Tiny random checkpoints in the published dialects, and a plain drafter to hold the real one against.
+"""Tiny random checkpoints in the published dialects, rows for the models in them, and a plain drafter.
 
-The plain drafter reads the tensors of a file by their published names and shares no code with ddtree: one
-row, one head, one place at a time, as the paper describes it.
+The plain drafter is what the real one is held against: it reads the tensors of a file by their
+published names and shares no code with ddtree: one row, one head, one place at a time.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddtree.models.block import draft_hidden
+from ddtree.models.cache import SlotCache
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
 from ddtree.models.weights import named_apart
+from ddtree.ops import Rows
+from ddtree.tree import DraftTree, ancestor_words, chain_words, check_tree, positions
 from tests.toys import MASK, VOCABULARY
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 24, 4, 2, 8, 20
@@ -205,3 +208,58 @@ def plain_draft(
             gate, up = weight["mlp.gate_proj"] @ x, weight["mlp.up_proj"] @ x
             rows[row] = rows[row] + weight["mlp.down_proj"] @ (gate * gate.sigmoid() * up)
     return torch.stack([head @ norm(x, tensors["norm.weight"]) for x in rows[1:]])
+
+
+def random_tree(sizes: Sequence[int], rows: int, seed: int, horizon: int = 6) -> DraftTree:
+    """One random tree of each size, padded to `rows` nodes; any node above the horizon may have children."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, parents, depths = (torch.zeros(len(sizes), rows, dtype=torch.int64) for _ in range(3))
+    for r, size in enumerate(sizes):
+        children: set[tuple[int, int]] = set()
+        tokens[r, 0] = int(torch.randint(MASK, (1,), generator=draw))
+        for node in range(1, size):
+            while True:
+                parent = int(torch.randint(node, (1,), generator=draw))
+                token = int(torch.randint(MASK, (1,), generator=draw))
+                if depths[r, parent] < horizon and (parent, token) not in children:
+                    break
+            children.add((parent, token))
+            tokens[r, node], parents[r, node], depths[r, node] = token, parent, depths[r, parent] + 1
+    tree = DraftTree(tokens, parents, depths, torch.zeros(len(sizes), rows), torch.tensor(sizes), horizon)
+    check_tree(tree)
+    return tree
+
+
+def tree_rows(tree: DraftTree, lengths: Sequence[int], span: int = 0) -> Rows:
+    """Rows that verify trees whose anchors stand at positions `lengths`."""
+    lengths_R = torch.tensor(lengths)
+    return Rows(
+        tokens_RN=tree.tokens_RN,
+        positions_RN=positions(tree, lengths_R),
+        lengths_R=lengths_R,
+        words_RNW=ancestor_words(tree),
+        span=span or max(lengths) + tree.rows,
+        real_RN=tree.real_RN,
+    )
+
+
+def chain_rows(tokens_RN: Tensor, lengths: Sequence[int], real_RN: Tensor | None = None) -> Rows:
+    """Rows of chunks of text that begin at positions `lengths`."""
+    sequences, count = tokens_RN.shape
+    lengths_R = torch.tensor(lengths)
+    positions_RN = lengths_R[:, None] + torch.arange(count)
+    words_RNW = chain_words(sequences, count, tokens_RN.device)
+    return Rows(tokens_RN, positions_RN, lengths_R, words_RNW, max(lengths) + count, real_RN)
+
+
+@torch.inference_mode()
+def prefilled(
+    target: TargetModel, prompts: Sequence[list[int]], capacity: int = 40, table_RS: Tensor | None = None
+) -> tuple[SlotCache, list[int]]:
+    """A cache with each prompt in it, and the prompts' lengths. Shorter prompts are padded on the right."""
+    longest = max(len(prompt) for prompt in prompts)
+    tokens_RN = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+    real_RN = torch.arange(longest) < torch.tensor([len(prompt) for prompt in prompts])[:, None]
+    cache = target.new_cache(len(prompts), capacity, table_RS)
+    target(chain_rows(tokens_RN, [0] * len(prompts), real_RN), cache)
+    return cache, [len(prompt) for prompt in prompts]

@@ -145,7 +145,8 @@ def test_a_built_tree_keeps_every_invariant(build, budget):
 
 @pytest.mark.parametrize("budget", [0, *BUDGETS])
 def test_arrays_have_the_promised_types(budget):
-    for tree in (build_tree(draw_candidates(1), ANCHORS, budget), build_reference(draw_candidates(1), ANCHORS, budget)):
+    candidates = draw_candidates(1)
+    for tree in (build_tree(candidates, ANCHORS, budget), build_reference(candidates, ANCHORS, budget)):
         for array in (tree.tokens_RN, tree.parents_RN, tree.depths_RN, tree.sizes_R):
             assert array.dtype == torch.int64
         assert tree.scores_RN.dtype == torch.float32
@@ -232,7 +233,7 @@ def test_positions_are_the_anchor_plus_the_depth():
     starts_R = torch.tensor([0, 7, 40_000])
     for r, start in enumerate(starts_R.tolist()):
         for node in range(20):
-            depth = len(path_of(tree, r, node))
+            depth = len(path_of(tree, r, node)) if node < tree.sizes_R[r] else 0
             assert int(positions(tree, starts_R)[r, node]) == start + depth
     assert positions(tree, starts_R).dtype == torch.int64
 
@@ -339,6 +340,14 @@ def test_a_tree_of_the_root_alone_yields_exactly_one_token(tree, choice):
     assert accepted.lengths_R.tolist() == [1]
     assert accepted.path_RP.tolist() == [[0] * (tree.horizon + 1)]
     assert emitted(tree, choices_RN) == [choice]
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="the chain of candidates without a depth is not empty")
+def test_a_horizon_clipped_to_nothing_leaves_the_root():
+    candidates = factorised_candidates(torch.zeros(2, 0, 3, dtype=torch.int64), torch.zeros(2, 0, 3))
+    tree = build_tree(candidates, torch.tensor([4, 0]), 0)
+    assert_trees_equal(with_spine(tree, candidates), tree)
+    assert spine_nodes(tree, candidates).tolist() == [[True], [True]]
 
 
 @pytest.mark.parametrize("build", [build_tree, build_reference])
@@ -552,7 +561,7 @@ def test_a_tree_joined_with_the_spine_holds_both(budget, edges):
             assert joined.scores_RN[r, paths.index(prefixes[depth])].numpy() == score
         expected_on = [path in prefixes for path in paths] + [False] * (joined.rows - whole)
         assert on_RN[r].tolist() == expected_on
-        assert not spine_nodes(tree, candidates)[r].tolist() != expected_on[: budget + 1]
+        assert spine_nodes(tree, candidates)[r].tolist() == expected_on[: budget + 1]
 
 
 def test_a_spine_that_is_inside_already_adds_nothing():

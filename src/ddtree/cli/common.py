@@ -1,4 +1,4 @@
-"""What all verbs share: consoles, progress, JSON output, and the options that mean the same everywhere."""
+"""What all verbs share: consoles, progress, JSON output, opening a model, and common options."""
 
 from __future__ import annotations
 
@@ -8,27 +8,46 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 
-__all__ = ["JSON_OPTION", "cache_dir", "counting", "notes", "print_json", "words"]
+if TYPE_CHECKING:
+    from ddtree.engine.llm import LLM
+
+__all__ = [
+    "JSON_OPTION",
+    "THREADS_OPTION",
+    "cache_dir",
+    "counting",
+    "fetching",
+    "notes",
+    "open_llm",
+    "print_json",
+    "settle_threads",
+    "words",
+]
 
 # Answers go to standard output, everything about them to standard error.
 words = Console(highlight=False, soft_wrap=True)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
 JSON_OPTION = typer.Option(False, "--json", help="Print one JSON document on standard output instead.")
+THREADS_OPTION = typer.Option(0, "--threads", min=0, help="CPU threads; 0 measures which number is fastest now.")
+
+STAGES = {"wait": "another process is fetching it", "download": "fetching", "convert": "converting"}
 
 
 def cache_dir() -> Path | None:
@@ -57,3 +76,71 @@ def counting(title: str) -> Iterator[Any]:
     with Progress(*columns, console=notes, transient=True) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def fetching(name: str) -> Iterator[Any]:
+    """Progress of `locate` on standard error: a bar for each stage of getting a model onto this machine."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=notes, transient=True) as progress:
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(f"{name}: {STAGES.get(stage, stage)}", total=total)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield report
+
+
+def open_llm(
+    model: str,
+    *,
+    drafter: str | None,
+    dtype: str,
+    device: str,
+    mode: str,
+    budget: int | None,
+    block_size: int | None,
+    max_context: int | None = None,
+) -> LLM:
+    """A model ready to answer, with progress while it is fetched."""
+    from ddtree.engine.config import EngineConfig
+
+    config = EngineConfig(mode=mode, budget=budget, block_size=block_size, max_context=max_context)
+    from ddtree.engine.llm import LLM
+
+    with fetching(model) as progress:
+        return LLM(
+            model,
+            drafter=drafter,
+            dtype=dtype,
+            device=device,
+            config=config,
+            cache_dir=cache_dir(),
+            progress=progress,
+        )
+
+
+def settle_threads(llm: LLM, asked: int) -> int:
+    """Use as many threads as were asked for, or as are fastest now; returns the number."""
+    import torch
+
+    from ddtree.engine.hardware import choose_threads
+
+    if llm.engine.target.device.type == "cpu":
+        if not asked:
+            decoder = llm.engine.target.spec.decoder
+            found = choose_threads(
+                decoder.hidden, decoder.intermediate, llm.engine.plan.rows, llm.engine.target.dtype
+            )
+            asked = min(found, key=found.__getitem__)
+        torch.set_num_threads(asked)
+    return torch.get_num_threads()

@@ -6,9 +6,14 @@ import sys
 
 import typer
 
+from ddtree.cli.chat import chat
 from ddtree.cli.common import notes
 from ddtree.cli.data import data
+from ddtree.cli.demo import demo
 from ddtree.cli.export import export
+from ddtree.cli.generate import generate
+from ddtree.cli.info import info
+from ddtree.cli.pull import pull
 from ddtree.cli.train import train
 from ddtree.errors import DDTreeError
 
@@ -23,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (data, train, export):
+for verb in (demo, pull, generate, chat, info, data, train, export):
     app.command()(verb)
 
 

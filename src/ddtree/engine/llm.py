@@ -10,6 +10,7 @@ import torch
 
 from ddtree.engine.config import DTYPES, EngineConfig, check_device
 from ddtree.engine.engine import Engine
+from ddtree.engine.hardware import choose_dtype
 from ddtree.engine.request import Completion, Piece, RoundRecord, Timing
 from ddtree.errors import ConfigError, RequestError
 from ddtree.models.hub import Progress, locate
@@ -29,7 +30,7 @@ class LLM:
     """A target with its drafter, answering one request at a time.
 
     model: a known name (`smollm2-135m`), a hub id or a folder. drafter: likewise; None takes the one shipped for
-    the model. dtype `auto` is bfloat16. The other options are those of `EngineConfig`.
+    the model. dtype `auto` is bfloat16 where the hardware has it. The other options are those of `EngineConfig`.
 
     Raises ConfigError, CheckpointError, UnsupportedError, DownloadError or StorageError.
     """
@@ -50,7 +51,7 @@ class LLM:
         config = config or EngineConfig()
         where = torch.device(check_device(device, torch.cuda.is_available()))
         local = locate(model, cache_dir=cache_dir, progress=progress)
-        target = load_target(local.folder, _dtype(dtype), where)
+        target = load_target(local.folder, _dtype(dtype, where), where)
         loaded = None
         if ALGORITHMS[config.mode].drafts_blocks or drafter is not None:
             loaded = load_drafter(drafter_folder(drafter, local), target)
@@ -139,7 +140,7 @@ class Gathering:
         )
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype = torch.bfloat16 if name == "auto" else getattr(torch, name)
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    dtype = choose_dtype(device).dtype if name == "auto" else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

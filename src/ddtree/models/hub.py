@@ -37,7 +37,7 @@ from ddtree.models.catalog import CATALOG, CatalogModel
 from ddtree.models.gguf import convert
 from ddtree.models.wheel import Resolve, fetch_member, sha256
 
-__all__ = ["LocalModel", "Progress", "locate", "prepare"]
+__all__ = ["LocalModel", "Progress", "find", "locate", "prepare"]
 
 Progress = Callable[[str, int, int], None]  # stage ("wait", "download" or "convert"), bytes done, bytes in all
 
@@ -87,9 +87,27 @@ def locate(
     if is_here:
         return _local(Path(path), name)
     entry = CATALOG[name]
-    folder = prepare(entry, cache_dir or Path(user_cache_dir("ddtree")), progress=progress)
+    return _catalogued(entry, prepare(entry, cache_dir or Path(user_cache_dir("ddtree")), progress=progress))
+
+
+def find(name: str, *, cache_dir: Path | None = None) -> LocalModel | None:
+    """What `locate` would return without fetching anything; None for a model that is not here yet."""
+    if name in CATALOG and not Path(name).exists():
+        entry = CATALOG[name]
+        folder, *_ = _places(entry, (cache_dir or Path(user_cache_dir("ddtree"))) / "models")
+        return _catalogued(entry, folder) if _is_ready(folder, entry) else None
+    if _HUB_ID.fullmatch(name) and not Path(name).exists():
+        try:
+            path = snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True)
+        except LocalEntryNotFoundError:
+            return None
+        return LocalModel(Path(path), name, f"hub {name} at {Path(path).name}", None)
+    return locate(name, cache_dir=cache_dir)
+
+
+def _catalogued(entry: CatalogModel, folder: Path) -> LocalModel:
     source = f"{entry.origin}, {Path(entry.wheel.member).name} from PyPI {entry.wheel.requirement}"
-    return LocalModel(folder, name, source, entry.drafter)
+    return LocalModel(folder, entry.name, source, entry.drafter)
 
 
 def prepare(

@@ -60,3 +60,8 @@ class ChatTokenizer:
         return str(
             self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
+
+    def decode_all(self, tokens: Sequence[int]) -> str:
+        """Text of some ids, special tokens included: for looking at prompts and trees."""
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)

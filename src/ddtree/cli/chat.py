@@ -1,0 +1,74 @@
+"""`ddtree chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import typer
+
+from ddtree.cli.common import THREADS_OPTION, notes, open_llm, settle_threads
+from ddtree.cli.generate import status_line, stream_answer
+
+__all__ = ["chat"]
+
+HELP = "an empty line or Ctrl-D ends; Ctrl-C stops an answer; /new starts over; /undo takes back the last turn"
+
+
+def chat(
+    model: str = typer.Option("smollm2-135m", help="A known name, a hub id or a folder."),
+    drafter: str = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given."),
+    system: str = typer.Option(None, help="System message; the template's own when not given."),
+    mode: str = typer.Option("tree", help="off, chain, tree or shadow."),
+    budget: int = typer.Option(None, help="Nodes of a draft tree; the device's default when not given."),
+    block_size: int = typer.Option(None, help="Draft block, anchor included; the drafter's own when not given."),
+    max_tokens: int = typer.Option(512, help="Longest answer."),
+    temperature: float = typer.Option(0.0, help="0 takes the best token each time."),
+    top_p: float = typer.Option(1.0, help="Keep the best tokens that hold this share of probability."),
+    seed: int = typer.Option(None, help="Makes sampled answers repeatable."),
+    dtype: str = typer.Option("auto", help="auto, bfloat16, float16, float32 or float64."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    threads: int = THREADS_OPTION,
+) -> None:
+    """Talk with the model; each answer knows all turns before it."""
+    from ddtree.errors import RequestError
+    from ddtree.speculation.params import SamplingParams
+
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    llm = open_llm(
+        model,
+        drafter=drafter,
+        dtype=dtype,
+        device=device,
+        mode=mode,
+        budget=budget,
+        block_size=block_size,
+    )
+    settle_threads(llm, threads)
+    notes.print(f"[dim]{llm.name}: {HELP}[/]")
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    while (said := _ask()) is not None:
+        if said == "/new":
+            messages = list(opening)
+        elif said == "/undo":
+            messages = messages[: max(len(messages) - 2, len(opening))]
+        else:
+            turn = [*messages, {"role": "user", "content": said}]
+            try:
+                completion = stream_answer(llm, llm.encode(turn), params, llm.engine.plan)
+            except RequestError as error:
+                notes.print(f"{error}; /new starts over", style="red", markup=False)
+                continue
+            except KeyboardInterrupt:
+                notes.print("[dim]stopped; that turn is not kept[/]")
+                continue
+            notes.print(status_line(llm.engine.plan, completion))
+            messages = [*turn, {"role": "assistant", "content": completion.text}]
+
+
+def _ask() -> str | None:
+    """The next user turn; None at the end of the conversation."""
+    try:
+        said = notes.input("[bold]you>[/] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        notes.print()
+        return None
+    return said or None

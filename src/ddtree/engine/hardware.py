@@ -1,0 +1,96 @@
+"""What this machine is good at: the dtype to compute in, and the threads that decode fastest right now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["DtypeChoice", "choose_dtype", "choose_threads", "thread_counts", "threads"]
+
+LAYERS_TIMED = 8
+PASSES_TIMED = 4
+SECONDS_TIMED = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeChoice:
+    """A dtype and why it was chosen."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def choose_dtype(device: torch.device) -> DtypeChoice:
+    """bfloat16 where the hardware multiplies it, else float32. Never by timing: a request must repeat."""
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return DtypeChoice(torch.bfloat16, "the GPU multiplies bfloat16")
+        return DtypeChoice(torch.float16, "the GPU has no bfloat16")
+    # Absent on processors of other kinds and in other versions of torch.
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if any(getattr(torch.cpu, name, bool)() for name in probes):
+        return DtypeChoice(torch.bfloat16, "the processor multiplies bfloat16")
+    return DtypeChoice(torch.float32, "the processor has no bfloat16 arithmetic")
+
+
+def thread_counts(cores: int) -> tuple[int, ...]:
+    """Thread counts worth trying: 1, 2, 4, ... and all cores."""
+    counts = {cores}
+    count = 1
+    while count < cores:
+        counts.add(count)
+        count *= 2
+    return tuple(sorted(counts))
+
+
+def choose_threads(
+    hidden: int,
+    intermediate: int,
+    rows: int,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """Mean seconds of some decoder-like layers by number of threads, measured now. The smallest is the one to use.
+
+    Two threads on two busy cores can be ten times slower than one, so cores alone do not tell; and it is the many
+    small steps that suffer, so those are what is timed. A mean, because a stall now and then is the point.
+    """
+    shapes = ((hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate))
+    layers = [[torch.randn(shape).to(dtype) for shape in shapes] for _ in range(LAYERS_TIMED)]
+    found: dict[int, float] = {}
+    for count in thread_counts(torch.get_num_threads()):
+        with threads(count):
+            _run_layers(layers, rows, hidden, intermediate, dtype)
+            started = clock()
+            passes = 0
+            while passes < PASSES_TIMED or (clock() - started < SECONDS_TIMED and passes < 20 * PASSES_TIMED):
+                _run_layers(layers, rows if passes % 2 else 1, hidden, intermediate, dtype)
+                passes += 1
+            found[count] = (clock() - started) / passes
+    return found
+
+
+def _run_layers(layers: list[list[Tensor]], rows: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
+    x = torch.ones(rows, hidden, dtype=dtype)
+    for square, wide, narrow in layers:
+        x = F.rms_norm(x + F.linear(x, square), (hidden,))
+        gate, up = F.linear(x, wide).split(intermediate, dim=-1)
+        x = F.rms_norm(x + F.linear(F.silu(gate) * up, narrow), (hidden,))
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads; None leaves them as they are."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
