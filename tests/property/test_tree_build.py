@@ -169,7 +169,6 @@ def test_the_builders_agree_at_the_largest_sizes(kind):
         )
 
 
-@pytest.mark.xfail(strict=True, reason="build_tree returns fewer than budget + 1 rows when candidates run out")
 def test_the_builders_agree_when_candidates_run_out():
     rng = np.random.default_rng(98)
     for case in range(60):

@@ -71,7 +71,11 @@ def rotate(x_RNHd: Tensor, cos_RNe: Tensor, sin_RNe: Tensor) -> Tensor:
 
 
 def top_log_probs(logits_RDV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest log-probabilities of each distribution, descending, and their token ids."""
+    """The `count` largest log-probabilities of each distribution, descending, and their token ids.
+
+    A distribution with NaN in it has no candidates: all its log-probabilities are -inf.
+    """
     wide = logits_RDV.to(torch.promote_types(logits_RDV.dtype, torch.float32))
-    log_probs_RDK, tokens_RDK = wide.log_softmax(dim=-1).topk(min(count, wide.shape[-1]), dim=-1)
+    log_probs_RDV = wide.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    log_probs_RDK, tokens_RDK = log_probs_RDV.topk(min(count, wide.shape[-1]), dim=-1)
     return log_probs_RDK.float(), tokens_RDK

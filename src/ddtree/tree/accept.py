@@ -37,7 +37,9 @@ def accept(tree: DraftTree, choices_RN: Tensor, among_RN: Tensor | None = None) 
     """
     allowed_RN = tree.real_RN if among_RN is None else among_RN & tree.real_RN
     follows_RN = tree.tokens_RN == choices_RN.gather(1, tree.parents_RN)
-    follows_RN = follows_RN & allowed_RN
+    # A tree that lost its links must not pass for a chain: a child stands one below its parent.
+    linked_RN = tree.depths_RN == tree.depths_RN.gather(1, tree.parents_RN) + 1
+    follows_RN = follows_RN & linked_RN & allowed_RN
     follows_RN[:, 0] = True
     accepted_RN, jump_RN = follows_RN, tree.parents_RN
     reach = 1

@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.tree.candidates import Candidates
@@ -61,6 +62,9 @@ def _take_best(
     score_RM: Tensor, token_RM: Tensor, parent_RM: Tensor, depth_RM: Tensor, *, rows: int, horizon: int
 ) -> DraftTree:
     """The first `rows` of M nodes in best-first order; levels are concatenated, so ties go by depth."""
+    spare = max(rows - score_RM.shape[1], 0)  # candidates may run out before the budget does
+    score_RM = F.pad(score_RM, (0, spare), value=-torch.inf)
+    token_RM, parent_RM, depth_RM = (F.pad(a_RM, (0, spare)) for a_RM in (token_RM, parent_RM, depth_RM))
     score_RM, order_RM = score_RM.sort(dim=1, descending=True, stable=True)
     place_RM = torch.empty_like(order_RM).scatter_(
         1, order_RM, torch.arange(order_RM.shape[1], device=order_RM.device).expand_as(order_RM)

@@ -41,7 +41,9 @@ def factorised_candidates(tokens_RDK: Tensor, log_probs_RDK: Tensor) -> Candidat
 
 def top_candidates(log_probs_RDV: Tensor, count: int) -> Candidates:
     """The `count` best tokens of each depth's normalised distribution, from the whole vocabulary."""
-    log_probs_RDK, tokens_RDK = log_probs_RDV.topk(min(count, log_probs_RDV.shape[-1]), dim=-1)
+    # topk would put NaN first.
+    known_RDV = log_probs_RDV.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    log_probs_RDK, tokens_RDK = known_RDV.topk(min(count, known_RDV.shape[-1]), dim=-1)
     return factorised_candidates(tokens_RDK, log_probs_RDK)
 
 

@@ -23,12 +23,15 @@ def spine_tree(anchors_R: Tensor, tokens_RD: Tensor, log_probs_RD: Tensor) -> Dr
     sequences, depth = tokens_RD.shape
     device = tokens_RD.device
     places_P = torch.arange(depth + 1, device=device)
-    start_R1 = torch.zeros(sequences, 1, dtype=torch.float32, device=device)
+    # Added one by one in float32, as a tree's scores are.
+    scores = [torch.zeros(sequences, dtype=torch.float32, device=device)]
+    for place in range(depth):
+        scores.append(scores[-1] + log_probs_RD[:, place].float())
     return DraftTree(
         tokens_RN=torch.cat([anchors_R[:, None], tokens_RD], dim=1),
         parents_RN=(places_P - 1).clamp(min=0).expand(sequences, -1),
         depths_RN=places_P.expand(sequences, -1),
-        scores_RN=torch.cat([start_R1, log_probs_RD.float().cumsum(dim=1)], dim=1),
+        scores_RN=torch.stack(scores, dim=1),
         sizes_R=torch.full((sequences,), depth + 1, device=device),
         horizon=depth,
     )
@@ -89,8 +92,8 @@ def spine_nodes(tree: DraftTree, candidates: Candidates) -> Tensor:
 
 def _chain(candidates: Candidates) -> tuple[Tensor, Tensor]:
     """The best candidate of each depth after the best of the depth before: tokens, log-probabilities."""
-    state_R1 = torch.zeros_like(candidates.tokens_RDSK[:, 0, 0, :1])
-    tokens, log_probs = [], []
+    state_R1 = candidates.tokens_RDSK.new_zeros(candidates.tokens_RDSK.shape[0], 1)
+    tokens, log_probs = [state_R1[:, :0]], [candidates.log_probs_RDSK.new_zeros(state_R1.shape[0], 0)]
     for depth in range(candidates.depth):
         tokens.append(candidates.tokens_RDSK[:, depth, :, 0].gather(1, state_R1))
         log_probs.append(candidates.log_probs_RDSK[:, depth, :, 0].gather(1, state_R1))
