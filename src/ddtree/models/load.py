@@ -12,7 +12,6 @@ from ddtree.errors import CheckpointError
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.drafter_spec import DrafterSpec, read_drafter
 from ddtree.models.parity import check_parity
-from ddtree.models.rope import Rope
 from ddtree.models.spec import read_target
 from ddtree.models.target import TargetModel
 from ddtree.models.weights import assign, read_tensors
@@ -44,7 +43,6 @@ def load_target(
     assign(model, tensors, dtype, str(folder))
     if spec.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
-    model.rope = Rope(spec.decoder)
     return model.to(device).eval()
 
 
@@ -59,7 +57,6 @@ def load_drafter(
     dtype = dtype or target.dtype
     vocabulary = _vocabulary(spec, tensors, target, dtype, folder)
     assign(model, tensors, dtype, str(folder))
-    model.rope = Rope(spec.decoder)
     drafter = LoadedDrafter(model.to(target.device).eval(), vocabulary)
     check_parity(folder, drafter.model, drafter.vocabulary)
     return drafter

@@ -17,7 +17,8 @@ class Rope(nn.Module):
 
     def __init__(self, spec: DecoderSpec) -> None:
         super().__init__()
-        frequencies_h, self._magnitude = _frequencies(spec)
+        with torch.device("cpu"):  # real numbers, even where a model is laid out on the meta device
+            frequencies_h, self._magnitude = _frequencies(spec)
         self.register_buffer("frequencies_h", frequencies_h, persistent=False)
 
     def forward(self, positions_RN: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
