@@ -171,24 +171,25 @@ def plain_draft(
             out[i + rotary // 2] = b * angle.cos() + a * angle.sin()
         return out
 
-    def heads(x: Tensor, weight: Tensor) -> list[Tensor]:
-        return list((weight @ x).split(HEAD_DIM))
+    def linear(x: Tensor, name: str) -> Tensor:
+        out = tensors[f"{name}.weight"] @ x
+        return out + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else out
+
+    def heads(x: Tensor, name: str) -> list[Tensor]:
+        return list(linear(x, name).split(HEAD_DIM))
 
     length = features_LF.shape[0]
     context = [norm(tensors["fc.weight"] @ f, tensors["hidden_norm.weight"]) for f in features_LF]
     rows = [embedding[anchor]] + [embedding[MASK]] * (block_size - 1)
     for layer, (window, is_causal) in enumerate(zip(windows, causal, strict=True)):
-        weight = {
-            name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(f"layers.{layer}.")
-        }
-        inputs = context + [norm(x, weight["input_layernorm"]) for x in rows]
+        attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
+        before, between = f"layers.{layer}.input_layernorm", f"layers.{layer}.post_attention_layernorm"
+        inputs = context + [norm(x, tensors[f"{before}.weight"]) for x in rows]
         keys = [
-            [turn(norm(k, weight["self_attn.k_norm"]), place) for k in heads(x, weight["self_attn.k_proj"])]
+            [turn(norm(k, tensors[f"{attention}.k_norm.weight"]), place) for k in heads(x, f"{attention}.k_proj")]
             for place, x in enumerate(inputs)
         ]
-        values = [heads(x, weight["self_attn.v_proj"]) for x in inputs]
+        values = [heads(x, f"{attention}.v_proj") for x in inputs]
         for row in range(block_size):
             place = length + row
             seen = [
@@ -197,16 +198,16 @@ def plain_draft(
                 if (window is None or abs(place - other) < window) and not (is_causal and other > place)
             ]
             mixed = []
-            for h, query in enumerate(heads(inputs[place], weight["self_attn.q_proj"])):
+            for h, query in enumerate(heads(inputs[place], f"{attention}.q_proj")):
                 group = h // (HEADS // KV_HEADS)
-                query = turn(norm(query, weight["self_attn.q_norm"]), place)
+                query = turn(norm(query, tensors[f"{attention}.q_norm.weight"]), place)
                 scores = torch.stack([query @ keys[other][group] for other in seen]) / HEAD_DIM**0.5
                 mixed.append(torch.stack([values[other][group] for other in seen]).T @ scores.softmax(0))
-            rows[row] = rows[row] + weight["self_attn.o_proj"] @ torch.cat(mixed)
+            rows[row] = rows[row] + linear(torch.cat(mixed), f"{attention}.o_proj")
         for row in range(block_size):
-            x = norm(rows[row], weight["post_attention_layernorm"])
-            gate, up = weight["mlp.gate_proj"] @ x, weight["mlp.up_proj"] @ x
-            rows[row] = rows[row] + weight["mlp.down_proj"] @ (gate * gate.sigmoid() * up)
+            x = norm(rows[row], tensors[f"{between}.weight"])
+            gate, up = linear(x, f"{mlp}.gate_proj"), linear(x, f"{mlp}.up_proj")
+            rows[row] = rows[row] + linear(gate * gate.sigmoid() * up, f"{mlp}.down_proj")
     return torch.stack([head @ norm(x, tensors["norm.weight"]) for x in rows[1:]])
 
 

@@ -32,11 +32,17 @@ def some_rows(kind):
         return tree_rows(random_tree([100, 70, 64], 100, seed=4), [3, 0, 11])
     if kind == "chain":
         return chain_rows(torch.tensor(random_tokens(15, 5)).view(3, 5), [0, 6, 3])
+    if kind == "anything":  # bits and positions that no tree has
+        draw = torch.Generator().manual_seed(6)
+        bits = torch.randint(2**7, (3, 7, 1), generator=draw) | (1 << torch.arange(7))[:, None]
+        rows = some_rows("tree")
+        shifted = rows.positions_RN + torch.randint(-2, 3, (3, 7), generator=draw)
+        return dataclasses.replace(rows, words_RNW=bits, positions_RN=shifted)
     lengths_R = torch.tensor([6, 0, 3])
     return block_rows(torch.tensor([1, 2, 3]), lengths_R, block_size=6, mask_token_id=60, span=12)
 
 
-KINDS = ["tree", "large tree", "chain", "block"]
+KINDS = ["tree", "large tree", "chain", "block", "anything"]
 
 
 def sees(rows, view, r, n, place):
@@ -56,7 +62,7 @@ def sees(rows, view, r, n, place):
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("kind", ["tree", "chain", "block"])
+@pytest.mark.parametrize("kind", ["tree", "chain", "block", "anything"])
 def test_who_sees_what_is_as_defined(kind, view):
     rows = some_rows(kind)
     visible = reference.visible(rows, view)

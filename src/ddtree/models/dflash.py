@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddtree.models.attention import attend_cached
 from ddtree.models.cache import CacheShape, SlotCache
 from ddtree.models.drafter_spec import DrafterSpec
-from ddtree.models.layers import Angles, Attend, DecoderLayer, RMSNorm
+from ddtree.models.layers import Angles, Attend, DecoderLayer, RMSNorm, project
 from ddtree.models.rope import Rope
 from ddtree.ops import Ops, Rows, select_ops
 
@@ -38,7 +38,7 @@ class DraftVocabulary:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the used columns. [..., used]."""
-        return hidden @ self.head[: self.used].T
+        return project(hidden, self.head[: self.used])
 
     def tokens(self, columns: Tensor) -> Tensor:
         """Target token ids of columns."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddtree.models.spec import DecoderSpec
 from ddtree.ops import Ops
 
-__all__ = ["Angles", "Attend", "DecoderLayer", "RMSNorm"]
+__all__ = ["Angles", "Attend", "DecoderLayer", "RMSNorm", "project"]
 
 # Cosines and sines of the rows, each [R, N, e].
 Angles = tuple[Tensor, Tensor]
@@ -101,3 +101,12 @@ class DecoderLayer(nn.Module):
     def forward(self, layer: int, x_RNh: Tensor, angles: Angles, attend: Attend) -> Tensor:
         x_RNh = x_RNh + self.self_attn(layer, self.input_layernorm(x_RNh), angles, attend)
         return x_RNh + self.mlp(self.post_attention_layernorm(x_RNh))
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T over the last dimension, as one product of matrices.
+
+    torch turns a product of a strided 3-D tensor into a batched one and copies the weight for it, which for a large
+    vocabulary takes ten times as long as the product.
+    """
+    return F.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddtree.models.attention import attend_cached
 from ddtree.models.cache import CacheShape, SlotCache
-from ddtree.models.layers import Attend, DecoderLayer, RMSNorm
+from ddtree.models.layers import Attend, DecoderLayer, RMSNorm, project
 from ddtree.models.rope import Rope
 from ddtree.models.spec import TargetSpec, check_layer_ids
 from ddtree.ops import FULL_VIEW, Ops, Rows, select_ops
@@ -78,4 +78,4 @@ class TargetModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of hidden states, in the model's dtype. [..., V]."""
-        return self.lm_head(hidden)
+        return project(hidden, self.lm_head.weight)

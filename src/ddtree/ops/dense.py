@@ -13,7 +13,7 @@ from torch import Tensor
 from ddtree.ops import reference
 from ddtree.ops.rows import Rows, View
 
-__all__ = ["attend", "mask", "rms_norm", "rotate"]
+__all__ = ["attend", "best", "mask", "rms_norm", "rotate"]
 
 
 def mask(rows: Rows, heads_per_group: int, dtype: torch.dtype, view: View) -> Tensor:
@@ -47,3 +47,8 @@ def rotate(x_RNHd: Tensor, cos_RNe: Tensor, sin_RNe: Tensor) -> Tensor:
     half = x_RNHd.shape[-1] // 2
     crossed = torch.cat([-x_RNHd[..., half:], x_RNHd[..., :half]], dim=-1)
     return torch.addcmul(x_RNHd * cos_RNe[:, :, None], crossed, sin_RNe[:, :, None])
+
+
+def best(logits: Tensor) -> Tensor:
+    """`reference.best`; on a CPU argmax of bfloat16 takes five times as long."""
+    return logits.max(dim=-1).indices

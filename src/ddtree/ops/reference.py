@@ -11,7 +11,7 @@ from torch import Tensor
 from ddtree.ops.rows import FULL_VIEW, Rows, View
 from ddtree.tree import unpack_words
 
-__all__ = ["attend", "rms_norm", "rotate", "top_log_probs", "visible"]
+__all__ = ["attend", "best", "rms_norm", "rotate", "top_log_probs", "visible"]
 
 
 def visible(rows: Rows, view: View = FULL_VIEW) -> Tensor:
@@ -79,3 +79,8 @@ def top_log_probs(logits_RDV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     log_probs_RDV = wide.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
     log_probs_RDK, tokens_RDK = log_probs_RDV.topk(min(count, wide.shape[-1]), dim=-1)
     return log_probs_RDK.float(), tokens_RDK
+
+
+def best(logits: Tensor) -> Tensor:
+    """The token of the largest logit, the lowest id of several. int64, without the last dimension."""
+    return logits.argmax(dim=-1)

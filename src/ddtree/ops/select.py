@@ -25,7 +25,7 @@ class Ops:
 
     mask(rows, heads_per_group, dtype, view); attend(query_RNHd, key_RSGd, value_RSGd, mask) -> [R, N, H, d];
     rms_norm(x, weight, eps); rotate(x_RNHd, cos_RNe, sin_RNe); top_log_probs(logits_RDV, count) -> log-probs,
-    token ids.
+    token ids; best(logits) -> token ids.
     """
 
     name: str
@@ -34,12 +34,21 @@ class Ops:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     top_log_probs: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    best: Callable[[Tensor], Tensor]
 
 
 def select_ops(device: torch.device) -> Ops:
     """The fastest ops that run on a device."""
     del device  # one implementation serves CPU and GPU so far
-    return Ops("dense", dense.mask, dense.attend, dense.rms_norm, dense.rotate, reference.top_log_probs)
+    return Ops(
+        name="dense",
+        mask=dense.mask,
+        attend=dense.attend,
+        rms_norm=dense.rms_norm,
+        rotate=dense.rotate,
+        top_log_probs=reference.top_log_probs,
+        best=dense.best,
+    )
 
 
 def reference_ops() -> Ops:
@@ -48,4 +57,12 @@ def reference_ops() -> Ops:
     def mask(rows: Rows, heads_per_group: int, dtype: torch.dtype, view: View) -> Tensor:
         return reference.visible(rows, view)
 
-    return Ops("reference", mask, reference.attend, reference.rms_norm, reference.rotate, reference.top_log_probs)
+    return Ops(
+        name="reference",
+        mask=mask,
+        attend=reference.attend,
+        rms_norm=reference.rms_norm,
+        rotate=reference.rotate,
+        top_log_probs=reference.top_log_probs,
+        best=reference.best,
+    )

@@ -80,7 +80,7 @@ class Chooser:
     def first(self, logits_RV: Tensor, history: History, lengths: Lengths) -> Tensor:
         """The token after each prompt. lengths: of the prompts. int64 [R]."""
         if self._plain:
-            return logits_RV.argmax(dim=-1)
+            return self._ops.best(logits_RV)
         drawn = [
             self._draw(r, logits_RV[r : r + 1], history, (), lengths.host[r]) for r in range(len(self._params))
         ]
@@ -126,7 +126,7 @@ class Chooser:
     def walk(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
         """The longest path of each tree that the target itself would have said, and its choice after it."""
         if self._plain:
-            return accept(tree, logits_RNV.argmax(dim=-1))
+            return accept(tree, self._ops.best(logits_RNV))
         if self._constrained or self._device.type == "cpu":
             return self._walk_steps(tree, logits_RNV, history, lengths)
         return self._walk_all(tree, logits_RNV, history, lengths)
