@@ -4,8 +4,8 @@
 
 A matrix product of one row and of N rows may round differently, so a choice may flip where the two best logits
 are closer than that. On the same greedy text, every position is judged by one-row decoding, by passes of N rows (a
-chain of the text's own tokens with random siblings, as a tree has them), and, as the control, by one-row decoding of
-two sequences at once. A flip is explained when the gap between its two best logits is at most twice the largest
+chain of the text's own tokens with random siblings, as a tree has them), and, as the control, by one-row decoding
+of two sequences at once. A flip is explained when the gap between its two best logits is at most twice the largest
 difference between the two evaluations at that position; an unexplained flip is a fault.
 """
 

@@ -249,7 +249,6 @@ def test_rows_past_the_capacity_are_refused(scattered):
         target(tree_rows(random_tree([8, 8, 8], 8, seed=5), lengths), cache)
 
 
-@pytest.mark.xfail(strict=True, reason="rows past the capacity are written before the pass fails")
 @torch.inference_mode()
 def test_rows_past_the_capacity_leave_the_next_sequence_alone():
     target = toy_target()

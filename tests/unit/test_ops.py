@@ -189,7 +189,6 @@ def test_what_nobody_sees_may_hold_nan():
         assert clean.isfinite().all()
 
 
-@pytest.mark.xfail(strict=True, reason="a place that only padding sees reaches real rows when it holds NaN")
 def test_what_only_padding_sees_may_hold_nan():
     rows = tree_rows(random_tree([7, 1, 5], 7, seed=3), [9, 4, 0])
     query = normal(3, 7, 4, 6, seed=1)

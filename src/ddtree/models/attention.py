@@ -20,6 +20,7 @@ def attend_cached(spec: DecoderSpec, ops: Ops, rows: Rows, cache: SlotCache, vie
 
     Masks are made here, once a pass and kind of layer; layers only use them.
     """
+    assert rows.span <= cache.shape.capacity, "rows would be written past the end of their sequence"
     row_N = torch.arange(rows.count, device=rows.tokens_RN.device)
     slots_RN = cache.slots(rows.lengths_R[:, None] + row_N, rows.real_RN)
     dtype = cache.keys.dtype

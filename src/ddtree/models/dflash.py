@@ -28,13 +28,15 @@ class DraftVocabulary:
     """Where a drafter takes embeddings from and what its logits mean.
 
     embedding [rows, h] and head [columns, h]: the target's own tables or the checkpoint's. target_ids: int64,
-    the target token of each column, None when column c is token c. Columns past `used` are padding.
+    the target token of each column, None when column c is token c. Columns past `used` are padding. own: names
+    of the tables that are the checkpoint's.
     """
 
     embedding: Tensor
     head: Tensor
     used: int
     target_ids: Tensor | None = None
+    own: tuple[str, ...] = ()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the used columns. [..., used]."""

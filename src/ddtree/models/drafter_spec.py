@@ -54,6 +54,7 @@ class DrafterSpec:
     views: tuple[View, ...]
     vocab_size: int
     packed: bool
+    tied_head: bool = False
 
 
 def default_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
@@ -87,6 +88,7 @@ def parse_drafter(config: Mapping[str, Any], where: str, target: TargetSpec) -> 
         views=_views(fields, nested, decoder.layers),
         vocab_size=fields.integer("vocab_size", target.vocab_size),
         packed=packed,
+        tied_head=fields.boolean("tie_word_embeddings", False),
     )
     _check_fit(spec, target, fields)
     return spec
@@ -126,7 +128,9 @@ def _layer_ids(fields: Fields, nested: Fields, target: TargetSpec, draft_layers:
             )
     holder = _either(fields, nested, "target_layer_ids")
     if not holder.has("target_layer_ids"):
-        return default_layer_ids(target.decoder.layers, draft_layers)
+        ids = default_layer_ids(target.decoder.layers, draft_layers)
+        check_layer_ids(ids, target.decoder.layers, fields.where)
+        return ids
     ids = holder.integers("target_layer_ids")
     if len(set(ids)) != len(ids):
         raise fields.fail("target_layer_ids", f"names a layer twice: {list(ids)}")
@@ -136,11 +140,26 @@ def _layer_ids(fields: Fields, nested: Fields, target: TargetSpec, draft_layers:
 
 def _windows(fields: Fields, nested: Fields, layers: int) -> tuple[int | None, ...]:
     """The window of each layer. Read from the file itself: Qwen3Config would drop it in silence."""
-    kinds: tuple[str, ...] = fields.texts("layer_types")
-    window_holder, window_key = fields, "sliding_window"
-    if nested.boolean("use_swa", False):
-        window_holder, window_key = nested, "swa_window_size"
+    kinds = _either(fields, nested, "layer_types").texts("layer_types")
+    window_holder, window_key = _either(fields, nested, "sliding_window"), "sliding_window"
+    if _either(fields, nested, "use_swa").boolean("use_swa", False):
+        if kinds and "sliding_attention" not in kinds:
+            raise fields.fail("use_swa", "is true, but layer_types names no sliding layer")
+        other, window_holder, window_key = (
+            window_holder,
+            _either(fields, nested, "swa_window_size"),
+            "swa_window_size",
+        )
+        if other.has("sliding_window") and other.integer("sliding_window") != window_holder.integer(window_key):
+            raise fields.fail(window_key, "and sliding_window differ; keep one")
         kinds = kinds or ("sliding_attention",) * layers
+    elif not kinds and fields.boolean("use_sliding_window", False):
+        first = fields.integer("max_window_layers", layers, minimum=0)
+        if first >= layers:
+            raise fields.fail(
+                "layer_types", "is missing: use_sliding_window is true, but no layer is said to slide"
+            )
+        kinds = ("full_attention",) * first + ("sliding_attention",) * (layers - first)
     if not kinds:
         return (None,) * layers
     if len(kinds) != layers:

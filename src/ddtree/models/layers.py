@@ -106,7 +106,7 @@ class DecoderLayer(nn.Module):
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T over the last dimension, as one product of matrices.
 
-    torch turns a product of a strided 3-D tensor into a batched one and copies the weight for it, which for a large
-    vocabulary takes ten times as long as the product.
+    torch turns a product of a strided 3-D tensor into a batched one and copies the weight for it; for a large
+    vocabulary that takes ten times as long as the product itself.
     """
     return F.linear(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])

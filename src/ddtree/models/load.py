@@ -39,7 +39,8 @@ def load_target(
     tensors = read_tensors(folder)
     if spec.tied_head:
         _drop_tied_head(tensors, folder)
-        tensors["lm_head.weight"] = tensors.get("embed_tokens.weight", torch.empty(0))
+        if "embed_tokens.weight" in tensors:
+            tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     assign(model, tensors, dtype, str(folder))
     if spec.tied_head:
         model.lm_head.weight = model.embed_tokens.weight
@@ -63,8 +64,8 @@ def load_drafter(
 
 
 def _drop_tied_head(tensors: dict[str, Tensor], folder: Path) -> None:
-    head = tensors.pop("lm_head.weight", None)
-    if head is not None and not torch.equal(head, tensors["embed_tokens.weight"]):
+    head, embedding = tensors.pop("lm_head.weight", None), tensors.get("embed_tokens.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
         raise CheckpointError(
             f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from it"
         )
@@ -83,7 +84,21 @@ def _vocabulary(
     head = tensors.pop("lm_head.weight", None)
     offsets = tensors.pop("d2t", None)
     tensors.pop("t2d", None)  # the inverse, as a mask; d2t says it all
-    embedding = target.embed_tokens.weight if embedding is None else embedding.to(device, dtype)
+    for name, table in (("embed_tokens.weight", embedding), ("lm_head.weight", head)):
+        if table is not None and table.shape[1:] != (spec.decoder.hidden,):
+            raise CheckpointError(
+                f"{folder}: {name} has shape {tuple(table.shape)}, but hidden_size is {spec.decoder.hidden}"
+            )
+    pickled = sorted(p.name for p in folder.iterdir() if "mask" in p.name and p.suffix in (".pt", ".pth", ".bin"))
+    if pickled:
+        raise CheckpointError(
+            f"{folder}: {pickled[0]} holds the mask token as a pickle, and pickles are never loaded; "
+            "store it as a row of embed_tokens.weight"
+        )
+    own = tuple(name for name, table in (("embedding", embedding), ("head", head)) if table is not None)
+    if head is None and offsets is None and embedding is not None and spec.tied_head:
+        head = embedding
+    embedding = target.embed_tokens.weight.to(dtype) if embedding is None else embedding.to(device, dtype)
     if embedding.shape[0] <= spec.mask_token_id:
         raise CheckpointError(
             f"{folder}: mask_token_id {spec.mask_token_id} has no row in the embedding of {embedding.shape[0]} "
@@ -101,16 +116,16 @@ def _vocabulary(
                 f"{folder}: vocab_size {spec.vocab_size} differs from the target's {tokens}; "
                 "this drafter was made for another target"
             )
-        return DraftVocabulary(embedding, target.lm_head.weight, tokens)
+        return DraftVocabulary(embedding, target.lm_head.weight.to(dtype), tokens, own=own)
     head = head.to(device, dtype)
     if offsets is None and head.shape[0] < tokens:
         raise CheckpointError(
             f"{folder}: lm_head has {head.shape[0]} rows for the target's {tokens} tokens and no d2t map"
         )
     if offsets is None:
-        return DraftVocabulary(embedding, head, tokens)
+        return DraftVocabulary(embedding, head, tokens, own=own)
     target_ids = _target_ids(offsets, head.shape[0], tokens, folder)
-    return DraftVocabulary(embedding, head, head.shape[0], target_ids.to(device))
+    return DraftVocabulary(embedding, head, head.shape[0], target_ids.to(device), own)
 
 
 def _target_ids(offsets: Tensor, columns: int, tokens: int, folder: Path) -> Tensor:

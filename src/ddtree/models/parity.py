@@ -30,10 +30,14 @@ def write_parity(folder: Path, model: DFlashModel, vocabulary: DraftVocabulary, 
     """Store the drafter's answer to random features beside its weights."""
     generator = torch.Generator().manual_seed(seed)
     features_LF = torch.randn(12, model.fc.in_features, generator=generator)
+    # Long enough that a window hides something; the features repeat, so that the file stays small.
+    widest = max((view.window or 0 for view in model.spec.views), default=0)
+    length = torch.tensor(max(12, widest + 8))
     anchor = torch.randint(vocabulary.used, (1,), generator=generator)
     columns_C = torch.randperm(vocabulary.used, generator=generator)[:64]
-    logits_DC = _logits(model, vocabulary, features_LF, anchor, columns_C)
+    logits_DC = _logits(model, vocabulary, _repeated(features_LF, length), anchor, columns_C)
     tensors = {"features": features_LF, "anchor": anchor, "columns": columns_C, "logits": logits_DC.contiguous()}
+    tensors["length"] = length
     save_file(tensors, folder / PARITY_FILE)
 
 
@@ -46,7 +50,9 @@ def check_parity(folder: Path, model: DFlashModel, vocabulary: DraftVocabulary) 
     try:
         stored = load_file(path)
         wanted_DC = stored["logits"]
-        got_DC = _logits(model, vocabulary, stored["features"], stored["anchor"], stored["columns"])
+        features_LF = stored["features"]
+        features_LF = _repeated(features_LF, stored.get("length", torch.tensor(features_LF.shape[0])))
+        got_DC = _logits(model, vocabulary, features_LF, stored["anchor"], stored["columns"])
     except (SafetensorError, KeyError, RuntimeError, IndexError) as error:
         raise CheckpointError(f"{path}: unreadable ({error}); fetch the file again") from None
     if got_DC.shape != wanted_DC.shape:
@@ -57,6 +63,10 @@ def check_parity(folder: Path, model: DFlashModel, vocabulary: DraftVocabulary) 
             f"{path}: drafted logits differ from those stored at training by {worst:.2f} standard deviations "
             f"(at most {TOLERANCE}); the weights or the configuration were altered"
         )
+
+
+def _repeated(features_LF: Tensor, length: Tensor) -> Tensor:
+    return features_LF[torch.arange(int(length)) % features_LF.shape[0]]
 
 
 def _logits(

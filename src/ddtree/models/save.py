@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,9 +38,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
         if folder.exists():
             folder.rename(old)
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
         shutil.rmtree(old, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(
             f"{folder}: cannot be written ({error}); free some space or choose another place"
         ) from None
@@ -63,11 +69,19 @@ def save_drafter(
     """
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     tensors = {name: t.detach().cpu() for name, t in named_apart(model.state_dict(), model.spec.decoder)}
+    tables = {
+        "embedding": ("embed_tokens.weight", vocabulary.embedding),
+        "head": ("lm_head.weight", vocabulary.head),
+    }
+    tensors |= {name: table.detach().cpu() for key, (name, table) in tables.items() if key in vocabulary.own}
     if packed:
         config["quantization_config"] = {"quant_method": INT8_METHOD}
         tensors = dict(item for name, tensor in tensors.items() for item in pack_rows(name, tensor))
     else:
         tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    if vocabulary.target_ids is not None:
+        columns = torch.arange(vocabulary.target_ids.numel())
+        tensors["d2t"] = vocabulary.target_ids.cpu() - columns
     with new_folder(folder) as partial:
         save_file({n: t.contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"})
         write_parity(partial, model, vocabulary)

@@ -16,8 +16,13 @@ from ddtree.errors import CheckpointError, UnsupportedError
 
 __all__ = ["DecoderSpec", "RopeSpec", "TargetSpec", "read_decoder", "read_rope", "read_target"]
 
-# Rope types whose frequencies do not depend on the length of the sequence.
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")
+# Rope types whose frequencies do not depend on the length of the sequence, and the numbers that each needs.
+STATIC_ROPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ def read_target(folder: Path) -> TargetSpec:
             f"{path}: model_type {family!r} is not supported as a target; supported: {', '.join(FAMILIES)}"
         )
     refuse_quantised(fields)
+    _refuse_sliding(fields)
     vocab_size = fields.integer("vocab_size")
     generation = folder / "generation_config.json"
     eos_ids = set(_token_ids(fields, "eos_token_id"))
@@ -143,6 +149,15 @@ def read_rope(fields: Fields, head_dim: int) -> RopeSpec:
         raise UnsupportedError(
             f"{fields.where}: rope type {kind!r} is not supported; supported: {', '.join(STATIC_ROPES)}"
         )
+    for key in STATIC_ROPES[kind]:
+        parameters.number(key)
+    parts = {
+        holder.number("partial_rotary_factor")
+        for holder in (fields, parameters)
+        if holder.has("partial_rotary_factor")
+    }
+    if len(parts) > 1:
+        raise fields.fail("partial_rotary_factor", f"is stated twice with different values: {sorted(parts)}")
     rotary_dim = parameters.integer("rope_dim", head_dim)
     if not parameters.has("rope_dim"):
         holder = parameters if parameters.has("partial_rotary_factor") else fields
@@ -185,9 +200,19 @@ def refuse_quantised(fields: Fields) -> None:
         )
 
 
+def _refuse_sliding(fields: Fields) -> None:
+    """Targets attend to everything; one that was trained with windows would answer wrongly, and in silence."""
+    if not fields.boolean("use_sliding_window", False) or not fields.has("sliding_window"):
+        return
+    kinds = fields.texts("layer_types")
+    first = fields.integer("max_window_layers", 0, minimum=0)
+    if "sliding_attention" in kinds or (not kinds and first < fields.integer("num_hidden_layers")):
+        raise UnsupportedError(f"{fields.where}: a target with sliding-window layers is not supported")
+
+
 def check_layer_ids(ids: tuple[int, ...], layers: int, where: str) -> None:
     """Feature layers must exist in the target. Ids name layer outputs, so the last one is layers - 1."""
-    wrong = [i for i in ids if i >= layers]
+    wrong = [i for i in ids if not 0 <= i < layers]
     if wrong:
         raise CheckpointError(
             f"{where}: target_layer_ids {wrong} do not exist in a target of {layers} layers (0 to {layers - 1}); "

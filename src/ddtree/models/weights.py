@@ -41,7 +41,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
-                    tensors[name.removeprefix("model.")] = file.get_tensor(name)
+                    short = name.removeprefix("model.")
+                    if short in tensors:
+                        raise CheckpointError(
+                            f"{folder}: {short} is stored twice (again in {path.name}); remove one"
+                        )
+                    tensors[short] = file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: truncated or damaged ({error}); fetch the file again") from None
     _refuse_missing_shards(folder, files)
@@ -122,12 +127,12 @@ def _unpacked(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
 
 
 def _refuse_missing_shards(folder: Path, files: list[Path]) -> None:
-    from ddtree.config import read_json
+    from ddtree.config import Fields, read_json
 
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return
-    wanted = set(read_json(index).get("weight_map", {}).values())
+    wanted = set(Fields(read_json(index), str(index)).section("weight_map").values.values())
     absent = sorted(wanted - {p.name for p in files})
     if absent:
         raise CheckpointError(f"{folder}: shards named in {index.name} are missing: {_some(absent)}")

@@ -48,10 +48,13 @@ def attend(query_RNHd: Tensor, key_RSGd: Tensor, value_RSGd: Tensor, visible_RNS
     score_RHNS = torch.einsum("rnhd,rshd->rhns", query_RNHd.to(wide), key_RSHd)
     score_RHNS = score_RHNS / query_RNHd.shape[-1] ** 0.5
     score_RHNS = score_RHNS.masked_fill(~visible_RNS[:, None], -torch.inf)
-    # Places that no row sees may hold anything, NaN too, and must not reach the sum.
-    value_RSHd = torch.where(visible_RNS.any(dim=1)[..., None, None], value_RSHd, 0)
     weight_RHNS = score_RHNS.softmax(dim=-1)
-    return torch.einsum("rhns,rshd->rnhd", weight_RHNS, value_RSHd).to(query_RNHd.dtype)
+    # Places that a row does not see may hold anything, NaN too, and 0 * NaN is NaN: each row sums what it sees.
+    rows = [
+        torch.einsum("rhs,rshd->rhd", weight_RHNS[:, :, n], torch.where(seen_RS[..., None, None], value_RSHd, 0))
+        for n, seen_RS in enumerate(visible_RNS.unbind(dim=1))
+    ]
+    return torch.stack(rows, dim=1).to(query_RNHd.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
