@@ -337,11 +337,11 @@ def test_a_batch_says_what_its_sequences_say_alone(mode, oracle, params):
         return OracleDrafter(texts, VOCABULARY) if oracle else drafter_of("llama")
 
     together = stage(target, drafter(texts), PROMPTS, params)
-    # One oracle after another from one seed would err elsewhere: each gets the guesses it has in the batch.
-    alone = [stage(target, drafter([text]), [text[: len(p)]], [one]) for text, p, one in zip_all(texts, params)]
-    if oracle:
-        for r, one in enumerate(alone):
-            one.drafter._logits = [together.drafter._logits[r]]
+    alone = []
+    for r, (text, prompt, one) in enumerate(zip(texts, PROMPTS, params, strict=True)):
+        alone.append(stage(target, drafter([text]), [prompt], [one]))
+        if oracle:  # it errs where it errs in the batch
+            alone[r].drafter._logits = [together.drafter._logits[r]]
     said = [[int(anchor)] for anchor in together.state.anchors_R]
     for _ in range(12):
         outcome = together.round(plan)
@@ -358,10 +358,6 @@ def test_a_batch_says_what_its_sequences_say_alone(mode, oracle, params):
             said[r] += outcome.committed[r]
     for prompt, text, tokens in zip(PROMPTS, texts, said, strict=True):
         assert tokens[: len(text) - len(prompt)] == text[len(prompt) :][: len(tokens)]
-
-
-def zip_all(texts, params):
-    return zip(texts, PROMPTS, params, strict=True)
 
 
 # Two walks
@@ -481,7 +477,7 @@ def test_a_tree_that_is_a_spine_behaves_bit_for_bit_like_the_chain(temperature, 
         assert torch.equal(caches[0].keys[:, :-1], caches[1].keys[:, :-1])  # the last slot is the bin
         assert torch.equal(caches[0].values[:, :-1], caches[1].values[:, :-1])
         deepest = max(deepest, len(one.committed[0]))
-    assert deepest == min(block, deepest) > 1
+    assert 1 < deepest <= block
     assert torch.equal(chain.drafter._oracle.features(), tree.drafter._oracle.features())
 
 
