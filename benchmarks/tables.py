@@ -1,0 +1,145 @@
+"""The tables of the documents, made from the result files: `python benchmarks/tables.py` writes them.
+
+A document holds `<!-- table: NAME -->` and `<!-- end -->`; what stands between is made here, and a test compares it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/concepts/exactness.md", "docs/drafters.md")
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SETS = {"gsm8k_test": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-bench, first turns"}
+
+
+def main() -> None:
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def filled(text: str) -> str:
+    """A document with every table made anew."""
+    return BLOCK.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
+
+
+def result(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def cpu_decode() -> str:
+    report = result("cpu_decode")
+    rows = []
+    for name, arm in report["arms"].items():
+        ratio = arm["speed_up_over_plain"]
+        dtype, arm_name = name.split("/")
+        rows.append(
+            [
+                f"{arm_name.replace('hf', 'Hugging Face generate').replace('plain', 'plain decode')}, {dtype}",
+                f"{arm['tokens_per_second']['value']:.1f}",
+                f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]",
+                f"{arm['acceptance_length']:.2f}",
+                f"{arm['milliseconds_per_round']:.1f}",
+            ]
+        )
+    table = markdown(("", "tokens/s, median", "over plain decode of that dtype", "acceptance", "ms/round"), rows)
+    told = {
+        "plain_over_hf": "our fastest plain decode over Hugging Face at its best",
+        "tree_over_plain": "our best tree over our fastest plain decode",
+        "tree_over_chain": "our best tree over our best chain",
+    }
+    figures = [
+        f"{words}: **{f['value']:.2f}** [{f['low']:.2f}, {f['high']:.2f}]"
+        for key, words in told.items()
+        if (f := report["summary"][key])
+    ]
+    return (
+        f"{report['prompts']} {SETS[report['task']]} prompts, {report['max_tokens']} new tokens, greedy; arms take "
+        "turns; threads chosen for each arm by measurement; 95 % intervals over prompts.\n\n"
+        f"{table}\nMedian ratio per prompt: {'; '.join(figures)}.\n"
+    )
+
+
+def acceptance(suffix: str = "") -> str:
+    reports = {name: result(f"acceptance_{name}{suffix}") for name in SETS}
+    arms = list(next(iter(reports.values()))["arms"])
+    rows = []
+    for name, report in reports.items():
+        cells = [f"{m['value']:.2f} [{m['low']:.2f}, {m['high']:.2f}]" for a in arms if (m := mean(report, a))]
+        rows.append([f"{SETS[name]} ({report['prompts']})", *cells])
+    return markdown(("prompts", *arms), rows)
+
+
+def mean(report: dict[str, Any], arm: str) -> dict[str, float]:
+    found: dict[str, float] = report["arms"][arm]["mean"]
+    return found
+
+
+def parity() -> str:
+    report = result("parity")
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for name, tally in report[dtype].items():
+            what = "plain decode, batch of 2" if name == "batch-2" else f"{name.removeprefix('rows-')} rows"
+            rows.append(
+                [
+                    f"{dtype}, {what}",
+                    str(tally["positions"]),
+                    f"{tally['flips']} ({tally['flips_per_1000']:.1f})",
+                    str(tally["exact_ties"]),
+                    str(tally["unexplained"]),
+                    f"{tally['largest_difference']:.2g}",
+                ]
+            )
+    header = (
+        "against plain decode",
+        "positions",
+        "flips (per 1,000)",
+        "exact ties",
+        "unexplained",
+        "max difference",
+    )
+    return markdown(header, rows)
+
+
+def training() -> str:
+    rows = []
+    for name in ("training", "training_continued"):
+        report = result(name)
+        last = report["validations"][-1]
+        rows.append(
+            [
+                report["note"],
+                str(report["losses"][-1][0]),
+                f"{sum(loss for _, loss in report['losses'][-4:]) / 4:.2f}",
+                f"{last['chain']:.2f}",
+                f"{last['tree-64']:.2f}",
+            ]
+        )
+    return markdown(("run", "steps", "training loss", "chain, held out", "tree of 64, held out"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "cpu_decode": cpu_decode,
+    "acceptance": acceptance,
+    "acceptance_sampled": lambda: acceptance("_t1"),
+    "parity": parity,
+    "training": training,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())
