@@ -27,7 +27,7 @@ def main() -> None:
         "losses": [[row["step"], round(row["loss"], 4)] for row in rows if "loss" in row],
         "first_position_accuracy": [[r["step"], round(r["accuracy"][0], 4)] for r in rows if "accuracy" in r],
         "validations": [row for row in rows if "chain" in row],
-        "seconds": rows[-2]["seconds"] if "seconds" in rows[-2] else None,
+        "seconds": max(row["seconds"] for row in rows if "seconds" in row),
         "provenance": made,
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
 """The tables of the documents, made from the result files: `python benchmarks/tables.py` writes them.
 
-A document holds `<!-- table: NAME -->` and `<!-- end -->`; what stands between is made here, and a test compares it.
+A document holds `<!-- table: NAME -->` and `<!-- end -->`; what stands between is made here, and a test compares.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def cpu_decode() -> str:
         if (f := report["summary"][key])
     ]
     return (
-        f"{report['prompts']} {SETS[report['task']]} prompts, {report['max_tokens']} new tokens, greedy; arms take "
-        "turns; threads chosen for each arm by measurement; 95 % intervals over prompts.\n\n"
+        f"{report['prompts']} {SETS[report['task']]} prompts, {report['max_tokens']} new tokens, greedy; arms "
+        "take turns; threads chosen for each arm by measurement; 95 % intervals over prompts.\n\n"
         f"{table}\nMedian ratio per prompt: {'; '.join(figures)}.\n"
     )
 
