@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from ddtree.cli.common import THREADS_OPTION, notes, open_llm, settle_threads
+from ddtree.cli.common import (
+    BLOCK_OPTION,
+    BUDGET_OPTION,
+    DEVICE_OPTION,
+    DRAFTER_OPTION,
+    DTYPE_OPTION,
+    MODE_OPTION,
+    MODEL_OPTION,
+    THREADS_OPTION,
+    notes,
+    open_llm,
+    settle_threads,
+)
 from ddtree.cli.generate import status_line, stream_answer
 
 __all__ = ["chat"]
@@ -13,18 +25,18 @@ HELP = "an empty line or Ctrl-D ends; Ctrl-C stops an answer; /new starts over; 
 
 
 def chat(
-    model: str = typer.Option("smollm2-135m", help="A known name, a hub id or a folder."),
-    drafter: str = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given."),
+    model: str = MODEL_OPTION,
+    drafter: str = DRAFTER_OPTION,
     system: str = typer.Option(None, help="System message; the template's own when not given."),
-    mode: str = typer.Option("tree", help="off, chain, tree or shadow."),
-    budget: int = typer.Option(None, help="Nodes of a draft tree; the device's default when not given."),
-    block_size: int = typer.Option(None, help="Draft block, anchor included; the drafter's own when not given."),
+    mode: str = MODE_OPTION,
+    budget: int = BUDGET_OPTION,
+    block_size: int = BLOCK_OPTION,
     max_tokens: int = typer.Option(512, help="Longest answer."),
     temperature: float = typer.Option(0.0, help="0 takes the best token each time."),
     top_p: float = typer.Option(1.0, help="Keep the best tokens that hold this share of probability."),
     seed: int = typer.Option(None, help="Makes sampled answers repeatable."),
-    dtype: str = typer.Option("auto", help="auto, bfloat16, float16, float32 or float64."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    dtype: str = DTYPE_OPTION,
+    device: str = DEVICE_OPTION,
     threads: int = THREADS_OPTION,
 ) -> None:
     """Talk with the model; each answer knows all turns before it."""

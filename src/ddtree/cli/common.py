@@ -28,7 +28,14 @@ if TYPE_CHECKING:
     from ddtree.engine.llm import LLM
 
 __all__ = [
+    "BLOCK_OPTION",
+    "BUDGET_OPTION",
+    "DEVICE_OPTION",
+    "DRAFTER_OPTION",
+    "DTYPE_OPTION",
     "JSON_OPTION",
+    "MODEL_OPTION",
+    "MODE_OPTION",
     "THREADS_OPTION",
     "cache_dir",
     "counting",
@@ -44,6 +51,13 @@ __all__ = [
 words = Console(highlight=False, soft_wrap=True)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
+MODEL_OPTION = typer.Option("smollm2-135m", help="A known name, a hub id or a folder.")
+DRAFTER_OPTION = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given.")
+MODE_OPTION = typer.Option("tree", help="off, chain, tree or shadow.")
+BUDGET_OPTION = typer.Option(None, help="Nodes of a draft tree; the device's default when not given.")
+BLOCK_OPTION = typer.Option(None, help="Draft block, anchor included; the drafter's own when not given.")
+DTYPE_OPTION = typer.Option("auto", help="auto, bfloat16, float16, float32 or float64.")
+DEVICE_OPTION = typer.Option("auto", help="auto, cpu or cuda.")
 JSON_OPTION = typer.Option(False, "--json", help="Print one JSON document on standard output instead.")
 THREADS_OPTION = typer.Option(0, "--threads", min=0, help="CPU threads; 0 measures which number is fastest now.")
 

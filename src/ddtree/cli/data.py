@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from ddtree.cli.common import cache_dir, counting, notes
+from ddtree.cli.common import DEVICE_OPTION, cache_dir, counting, notes
 
 __all__ = ["data"]
 
@@ -24,7 +24,7 @@ def data(
     seed: int = typer.Option(0, min=0, help="Of the sampling."),
     limit: int = typer.Option(0, min=0, help="Take only the first prompts of each file; 0 takes all."),
     skip_broken: bool = typer.Option(False, help="Leave broken lines out and count them."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    device: str = DEVICE_OPTION,
     dtype: str = typer.Option("auto", help="auto, bfloat16 or float32."),
     part: str = typer.Option("1/1", help="Make the i-th of n parts, i/n, so that n processes share the work."),
 ) -> None:

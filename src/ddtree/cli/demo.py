@@ -9,7 +9,11 @@ import typer
 from rich.table import Table
 
 from ddtree.cli.common import (
+    BUDGET_OPTION,
+    DEVICE_OPTION,
+    DRAFTER_OPTION,
     JSON_OPTION,
+    MODEL_OPTION,
     THREADS_OPTION,
     counting,
     notes,
@@ -58,11 +62,11 @@ class Arm:
 
 
 def demo(
-    model: str = typer.Option("smollm2-135m", help="A known name, a hub id or a folder."),
-    drafter: str = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given."),
-    budget: int = typer.Option(None, help="Nodes of a draft tree; the device's default when not given."),
+    model: str = MODEL_OPTION,
+    drafter: str = DRAFTER_OPTION,
+    budget: int = BUDGET_OPTION,
     max_tokens: int = typer.Option(128, min=2, help="Longest answer."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    device: str = DEVICE_OPTION,
     threads: int = THREADS_OPTION,
     as_json: bool = JSON_OPTION,
 ) -> None:

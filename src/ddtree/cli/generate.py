@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ddtree.cli.common import (
+    BLOCK_OPTION,
+    BUDGET_OPTION,
+    DEVICE_OPTION,
+    DRAFTER_OPTION,
+    DTYPE_OPTION,
     JSON_OPTION,
+    MODE_OPTION,
+    MODEL_OPTION,
     THREADS_OPTION,
     notes,
     open_llm,
@@ -28,11 +35,11 @@ __all__ = ["document", "generate", "status_line", "stream_answer"]
 
 def generate(
     prompt: str = typer.Argument(..., help="The user's turn; - reads it from standard input."),
-    model: str = typer.Option("smollm2-135m", help="A known name, a hub id or a folder."),
-    drafter: str = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given."),
-    mode: str = typer.Option("tree", help="off, chain, tree or shadow."),
-    budget: int = typer.Option(None, help="Nodes of a draft tree; the device's default when not given."),
-    block_size: int = typer.Option(None, help="Draft block, anchor included; the drafter's own when not given."),
+    model: str = MODEL_OPTION,
+    drafter: str = DRAFTER_OPTION,
+    mode: str = MODE_OPTION,
+    budget: int = BUDGET_OPTION,
+    block_size: int = BLOCK_OPTION,
     max_tokens: int = typer.Option(256, help="Longest answer."),
     temperature: float = typer.Option(0.0, help="0 takes the best token each time."),
     top_k: int = typer.Option(0, help="Keep the k best tokens; 0 keeps all."),
@@ -44,8 +51,8 @@ def generate(
     stop: list[str] = typer.Option([], help="End the answer before this text; may be repeated."),
     seed: int = typer.Option(None, help="Makes a sampled answer repeatable; drawn when not given."),
     raw: bool = typer.Option(False, help="Send the prompt as it is, without the chat template."),
-    dtype: str = typer.Option("auto", help="auto, bfloat16, float16, float32 or float64."),
-    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    dtype: str = DTYPE_OPTION,
+    device: str = DEVICE_OPTION,
     max_context: int = typer.Option(None, help="Tokens of prompt and answer together."),
     threads: int = THREADS_OPTION,
     show_tree: bool = typer.Option(False, help="Draw one draft tree, the committed path marked."),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
 from rich.table import Table
 
-from ddtree.cli.common import JSON_OPTION, cache_dir, notes, print_json, words
+from ddtree.cli.common import DRAFTER_OPTION, JSON_OPTION, MODEL_OPTION, cache_dir, notes, print_json, words
 
 __all__ = ["info"]
 
 
 def info(
-    model: str = typer.Option("smollm2-135m", help="A known name, a hub id or a folder."),
-    drafter: str = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given."),
+    model: str = MODEL_OPTION,
+    drafter: str = DRAFTER_OPTION,
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Say which device, dtype, threads, model and drafter would be used here, and why; fetches nothing."""
