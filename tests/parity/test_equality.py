@@ -174,8 +174,8 @@ def nucleus(scores, params):
     ("name", "temperature"), [("plain", 0), ("all", 0), ("plain", 1), ("top_p", 0.7), ("all", 0.7), ("all", 1)]
 )
 def test_plain_decoding_is_step_by_step_decoding(family, name, temperature):
-    expected = by_hand(family, settings(name, temperature), 80)
-    assert plainly(family, name, temperature)[:80] == expected
+    expected = by_hand(family, settings(name, temperature), 60)
+    assert plainly(family, name, temperature)[:60] == expected
     assert len(set(expected)) > 10  # no loop of a few tokens
 
 
@@ -211,9 +211,9 @@ def test_greedy_text_is_that_of_transformers(family, model, tmp_path, exact_norm
 @pytest.mark.parametrize("name", ALONE)
 def test_each_setting_changes_the_text(name):
     """Or the tests of equality below would say little about it."""
-    assert plainly("llama", name, 1.0) != plainly("llama", "plain", 1.0)
+    assert plainly("llama", name, 1.0, 50) != plainly("llama", "plain", 1.0, 50)
     if name in OTHERS:
-        assert plainly("llama", name, 0) != plainly("llama", "plain", 0)
+        assert plainly("llama", name, 0, 50) != plainly("llama", "plain", 0, 50)
 
 
 # Every mode against plain decoding
@@ -241,10 +241,10 @@ def test_every_mode_says_the_same(family, name, temperature):
     case = CASES.index((family, name, temperature))
     params, expected = settings(name, temperature), plainly(family, name, temperature)
     assert len(expected) == COUNT
-    budgets = BUDGETS if name in ("plain", "all") else {0: (16,), 0.7: (1, 15, 64), 1.0: (4, 16)}[temperature]
-    shapes = [*(("tree", budget) for budget in budgets), ("shadow", BUDGETS[case % len(BUDGETS)])]
+    budgets = BUDGETS if name == "all" else {0: (16,), 0.7: (1, 15, 64), 1.0: (4, 16)}[temperature]
+    shapes = [("tree", budget) for budget in budgets]
     if name in ("plain", "all") or temperature != 1.0:
-        shapes.append(("chain", 1))
+        shapes += [("chain", 1), ("shadow", BUDGETS[case % len(BUDGETS)])]
     tried = []
     for i, (mode, budget) in enumerate(shapes):
         block = BLOCKS[(case + i) % 2 + 1] if budget > 4 else BLOCKS[(case + i) % 3]
@@ -481,7 +481,6 @@ def test_a_tree_that_is_a_spine_behaves_bit_for_bit_like_the_chain(temperature, 
     assert torch.equal(chain.drafter._oracle.features(), tree.drafter._oracle.features())
 
 
-@pytest.mark.xfail(strict=True, reason="topk breaks ties by the number of candidates")
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_ties_do_not_tell_the_chain_from_the_tree(temperature):
     """bfloat16 drafts tie at the top now and then: a chain's tokens are still those of the spine of every tree."""

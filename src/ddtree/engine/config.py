@@ -44,7 +44,7 @@ class EngineConfig:
     def plan(self, device_type: str, drafter_block_size: int) -> RoundPlan:
         """The plan of every round. ConfigError when a block is longer than the drafter's own."""
         budget = DEFAULT_BUDGETS.get(device_type, 63) if self.budget is None else self.budget
-        return fixed_plan(self.mode, self.block_size or drafter_block_size, budget)
+        return fixed_plan(self.mode, drafter_block_size if self.block_size is None else self.block_size, budget)
 
 
 def context_limit(asked: int | None, limits: dict[str, int]) -> int:

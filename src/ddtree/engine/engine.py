@@ -21,7 +21,7 @@ from ddtree.models.target import TargetModel
 from ddtree.speculation.chooser import Chooser
 from ddtree.speculation.drafter import DFlashDrafter
 from ddtree.speculation.params import SamplingParams
-from ddtree.speculation.plan import LARGEST_BUDGET, FixedPolicy, Policy, RoundPlan
+from ddtree.speculation.plan import LARGEST_BUDGET, FixedPolicy, Policy, RoundPlan, fixed_plan
 from ddtree.speculation.protocols import Drafter, Lengths
 from ddtree.speculation.round import RoundOutcome, RoundState, run_round
 from ddtree.speculation.verifier import TargetVerifier
@@ -60,6 +60,7 @@ class Engine:
         self.plan = self.plan_for(config)
         self.clock = clock
         self._decode = decode
+        self._turn = 0  # which request owns the buffers
         # The widest round that any plan may ask for: a tree joined with its spine.
         capacity = self.max_context + LARGEST_BUDGET + 1 + self.block_size
         self._cache = target.new_cache(1, capacity)
@@ -70,7 +71,9 @@ class Engine:
 
     def plan_for(self, config: EngineConfig) -> RoundPlan:
         """The plan that a configuration means here. ConfigError when this engine cannot run it."""
-        plan = config.plan(self.target.device.type, max(self.block_size, 2))
+        return self._checked(config.plan(self.target.device.type, max(self.block_size, 2)))
+
+    def _checked(self, plan: RoundPlan) -> RoundPlan:
         if plan.capabilities.drafts_blocks and self.block_size == 1:
             raise ConfigError(
                 f"mode {plan.mode} needs a drafter, and this engine was made without one; use mode off"
@@ -85,15 +88,18 @@ class Engine:
         self, prompt: Sequence[int], params: SamplingParams, plan: RoundPlan | None = None, records: bool = False
     ) -> Job:
         """A job whose rounds all follow one plan, the engine's own unless another is given."""
+        if plan is not None:
+            plan = self._checked(fixed_plan(plan.mode, plan.block_size, plan.budget))
         return Job(prompt, params, FixedPolicy(plan or self.plan), records)
 
     @torch.inference_mode()
     def run(self, job: Job) -> Iterator[Piece]:
         """Take a request to its end, piece by piece. RequestError when it cannot be honoured."""
         self._check(job)
-        first_plan = job.policy.plan()
-        # Plain decoding alone needs no features; every other mode keeps the drafter's context.
-        drafter = self._drafter if first_plan.capabilities.needs_target_features else None
+        self._turn += 1
+        turn = self._turn
+        # A request that never drafts needs no features; every other one keeps the drafter's context.
+        drafter = self._drafter if job.policy.may_draft else None
         layers = () if drafter is None else drafter.feature_layers
         verifier = TargetVerifier(self.target, self._cache, layers)
         coupling = self.config.coupling
@@ -104,12 +110,18 @@ class Engine:
             self.target.device,
             max(self.block_size - 1, 1),
             coupling,
+            self.target.spec.eos_ids,
         )
         output = Output(job.params, self.target.spec.eos_ids, self._decode)
         state = self._prefill(job.prompt, verifier, drafter, chooser)
         emitted = output.push(state.anchors_R.tolist(), self._room(state) > 0)
         yield _piece(emitted, None)
         while output.finish_reason is None:
+            if turn != self._turn:
+                raise RequestError(
+                    "another request was begun on this engine before this one had ended; an engine answers one at "
+                    "a time, so finish or close a request before the next"
+                )
             plan = job.policy.plan().within(min(output.tokens_left, self._room(state)))
             outcome = run_round(state, plan, drafter, verifier, chooser)
             state = outcome.state

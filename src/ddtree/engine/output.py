@@ -32,11 +32,9 @@ class Output:
     def __init__(self, params: SamplingParams, eos_ids: Collection[int], decode: Decode) -> None:
         self._params = params
         self._decode = decode
-        ends = set(params.stop_token_ids)
-        self._ends = ends if params.ignore_eos else ends | set(eos_ids)
+        self._ends = params.ends(eos_ids)
         self._tokens: list[int] = []
-        self._decoded = ""  # text of all tokens before `_from`, and of those up to `_to` that are whole
-        self._from = self._to = 0
+        self._from = self._to = 0  # tokens before `_to` are shown as text; `_from` begins the context of the next
         self._held = ""  # whole characters that may begin a stop string
         self.finish_reason: str | None = None
 
@@ -76,7 +74,7 @@ class Output:
         if not watched:
             pieces.append(self._new_text())
         if self.finish_reason:
-            pieces.append(self._rest())
+            pieces.append(self._rest(watched))
         return Emitted("".join(pieces), tuple(emitted), self.finish_reason)
 
     def _new_text(self, final: bool = False) -> str:
@@ -86,7 +84,9 @@ class Output:
         if window.endswith(BROKEN) and not final:
             return ""
         # Keep one decoded step as context: some tokenizers decode a token differently at the start of a text.
-        self._from, self._to = self._to, len(self._tokens)
+        # Tokens without text are no context, so they join the step before them.
+        if len(window) > len(shown):
+            self._from, self._to = self._to, len(self._tokens)
         return window[len(shown) :]
 
     def _until_stop(self, text: str) -> tuple[str, bool]:
@@ -101,10 +101,13 @@ class Output:
         self._held = pending[len(pending) - keep :]
         return pending[: len(pending) - keep], False
 
-    def _rest(self) -> str:
+    def _rest(self, watched: bool) -> str:
         """At the end: what was held back, and the bytes of a character that never became whole."""
-        text = self._held + self._new_text(final=True)
-        self._held = ""
+        text = self._new_text(final=True)
+        if watched:
+            text, stopped = self._until_stop(text)
+            self.finish_reason = "stop" if stopped else self.finish_reason
+        text, self._held = text + self._held, ""
         return text
 
 

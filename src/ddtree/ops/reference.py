@@ -80,8 +80,18 @@ def top_log_probs(logits_RDV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     wide = logits_RDV.to(torch.promote_types(logits_RDV.dtype, torch.float32))
     log_probs_RDV = wide.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-    log_probs_RDK, tokens_RDK = log_probs_RDV.topk(min(count, wide.shape[-1]), dim=-1)
+    log_probs_RDK, tokens_RDK = ranked(log_probs_RDV, count)
     return log_probs_RDK.float(), tokens_RDK
+
+
+def ranked(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`topk` whose ties go by token id, so that the best one does not depend on how many were asked for."""
+    if count == 1:
+        tokens = best(scores)[..., None]
+        return scores.gather(-1, tokens), tokens
+    tokens = scores.topk(min(count, scores.shape[-1]), dim=-1).indices.sort(dim=-1).values
+    values, order = scores.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
 
 
 def best(logits: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ would cost more than the tree gains, and wherever a grammar has to be asked on t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ddtree.errors import RequestError
 from ddtree.ops import Ops
+from ddtree.ops.reference import ranked
 from ddtree.speculation.noise import NoiseRing, fresh_seed, gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.penalties import TokenCounts, count_tokens, node_paths
@@ -50,8 +51,10 @@ class Chooser:
         device: torch.device,
         horizon: int,
         coupling: float | None,
+        eos_ids: Collection[int] = (),
     ) -> None:
-        """horizon: the deepest draft. coupling: scale of coupled drafting, None for drafts without noise."""
+        """horizon: the deepest draft. coupling: scale of coupled drafting, None for drafts without noise. eos_ids:
+        the model's end tokens: what stands behind an end is never said, so no constraint is asked about it."""
         for one in params:
             one.check_vocabulary(vocab_size)
         self._params = tuple(params)
@@ -66,6 +69,7 @@ class Chooser:
         self._rows: dict[int, RowParams] = {}
         self._sampled = any(not one.greedy for one in params)
         self._plain = all(one.plain_greedy for one in params)
+        self._ends = [one.ends(eos_ids) for one in params]
         self._constrained = any(one.constraint is not None for one in params)
         self._counted = any(one.needs_history for one in params)
 
@@ -98,7 +102,7 @@ class Chooser:
             )
         states = list(history.grammar)
         for r, tokens in enumerate(committed):
-            for token in tokens:
+            for token in self._until_end(r, tokens):
                 states[r] = self._advance(r, states[r], token)
         return History(counts, tuple(states))
 
@@ -120,8 +124,8 @@ class Chooser:
         scores_MV = draft_scores(
             logits_RDV.flatten(0, 1), self._row_params(depth), history.counts, noise_MV, self._coupling or 1.0
         )
-        top = scores_MV.view(sequences, depth, vocabulary).topk(min(count, vocabulary), dim=-1)
-        return top.indices, top.values
+        scores_RDK, tokens_RDK = ranked(scores_MV.view(sequences, depth, vocabulary), count)
+        return tokens_RDK, scores_RDK
 
     def walk(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
         """The longest path of each tree that the target itself would have said, and its choice after it."""
@@ -183,6 +187,8 @@ class Chooser:
         constraint = self._params[r].constraint
         if constraint is None:
             return None
+        if not self._ends[r].isdisjoint(said):
+            return None
         state = history.grammar[r]
         for token in said:
             state = constraint.advance(state, token)
@@ -194,6 +200,10 @@ class Chooser:
                 "the constraint allows no token at all here; it should let an end-of-sequence token follow"
             )
         return allowed_V.to(self._device)[None]
+
+    def _until_end(self, r: int, tokens: Sequence[int]) -> Sequence[int]:
+        """Tokens up to the one that ends the request; that one and what is behind it no constraint sees."""
+        return tokens[: next((i for i, token in enumerate(tokens) if token in self._ends[r]), len(tokens))]
 
     def _advance(self, r: int, state: Hashable, token: int) -> Hashable:
         constraint = self._params[r].constraint

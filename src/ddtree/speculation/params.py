@@ -7,7 +7,7 @@ honour; whoever speaks a narrower dialect (a server's API) narrows them there.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -113,6 +113,10 @@ class SamplingParams:
     def plain_greedy(self) -> bool:
         """Whether the argmax of the raw logits is the choice."""
         return self.greedy and not self.needs_history and not self.logit_bias and self.constraint is None
+
+    def ends(self, eos_ids: Collection[int]) -> frozenset[int]:
+        """The tokens that end this request: the model's own, unless they are ignored, and those asked for."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos_ids))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise RequestError when a token id lies outside the model's vocabulary."""

@@ -89,6 +89,9 @@ def fixed_plan(mode: str, block_size: int, budget: int) -> RoundPlan:
         raise ConfigError(f"mode must be one of {', '.join(ALGORITHMS)}: got {mode!r}")
     if not ALGORITHMS[mode].drafts_blocks:
         return RoundPlan(mode, 1, 0)
+    for name, value in (("block size", block_size), ("budget", budget)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} must be a whole number: got {value!r}")
     if not 2 <= block_size <= LARGEST_BUDGET + 1:
         raise ConfigError(f"block size must lie between 2 and {LARGEST_BUDGET + 1}: got {block_size}")
     if not ALGORITHMS[mode].verifies_trees:
@@ -104,6 +107,11 @@ def fixed_plan(mode: str, block_size: int, budget: int) -> RoundPlan:
 class Policy(Protocol):
     """Chooses the plan of each round from what earlier rounds committed."""
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether any of its plans drafts: the drafter's context is then kept in all rounds."""
+        ...
+
     def plan(self) -> RoundPlan:
         """The plan of the next round."""
         ...
@@ -118,6 +126,10 @@ class FixedPolicy:
     """The same plan for every round."""
 
     fixed: RoundPlan
+
+    @property
+    def may_draft(self) -> bool:
+        return self.fixed.capabilities.needs_target_features
 
     def plan(self) -> RoundPlan:
         return self.fixed

@@ -18,7 +18,8 @@ __all__ = ["spine_nodes", "spine_tree", "with_spine"]
 def spine_tree(anchors_R: Tensor, tokens_RD: Tensor, log_probs_RD: Tensor) -> DraftTree:
     """The drafter's chain as a tree: every node has one child. A tree that is a spine is the chain.
 
-    anchors_R: int64. tokens_RD: int64, one token for each depth. log_probs_RD: their log-probabilities.
+    anchors_R: int64. tokens_RD: int64, one token for each depth. log_probs_RD: their log-probabilities; the chain
+    ends before the first that is -inf.
     """
     sequences, depth = tokens_RD.shape
     device = tokens_RD.device
@@ -27,12 +28,14 @@ def spine_tree(anchors_R: Tensor, tokens_RD: Tensor, log_probs_RD: Tensor) -> Dr
     scores = [torch.zeros(sequences, dtype=torch.float32, device=device)]
     for place in range(depth):
         scores.append(scores[-1] + log_probs_RD[:, place].float())
+    scores_RN = torch.stack(scores, dim=1)
+    real_RN = scores_RN > -torch.inf
     return DraftTree(
-        tokens_RN=torch.cat([anchors_R[:, None], tokens_RD], dim=1),
-        parents_RN=(places_P - 1).clamp(min=0).expand(sequences, -1),
-        depths_RN=places_P.expand(sequences, -1),
-        scores_RN=torch.stack(scores, dim=1),
-        sizes_R=torch.full((sequences,), depth + 1, device=device),
+        tokens_RN=torch.where(real_RN, torch.cat([anchors_R[:, None], tokens_RD], dim=1), 0),
+        parents_RN=torch.where(real_RN, (places_P - 1).clamp(min=0), 0),
+        depths_RN=torch.where(real_RN, places_P, 0),
+        scores_RN=scores_RN,
+        sizes_R=real_RN.sum(dim=1),
         horizon=depth,
     )
 
