@@ -12,7 +12,7 @@ help:
 	@echo "make format   apply formatting and safe lint fixes"
 	@echo "make bench    measure decoding on this CPU (about half an hour)"
 	@echo "make clean    remove the environment and caches"
-	@echo "Options: PYTHON=python3.12; TORCH_INDEX=URL to take torch from another index"
+	@echo "Options: PYTHON=python3.12; TORCH=torch==2.11.0; TORCH_INDEX=URL to take torch from another index"
 
 demo:
 	@$(PYTHON) scripts/setup_env.py $(VENV)

@@ -32,10 +32,8 @@ def main() -> None:
     if wanted in done:
         return
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if not python.exists():
-        say(f"making {folder}")
-        venv.create(folder, with_pip=True, clear=folder.exists())
-    if not has_torch(python):
+    make_environment(folder, python)
+    if not runs(python, "-c", "import torch"):
         install_torch(python, index)
     target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
     say("installing ddtree" + (f" with {', '.join(extras)}" if extras else ""))
@@ -58,8 +56,25 @@ def fingerprint(extras: list[str], index: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def has_torch(python: Path) -> bool:
-    return subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0
+def make_environment(folder: Path, python: Path) -> None:
+    """An environment that has pip. What an interrupted set-up left is finished."""
+    try:
+        if not python.exists():
+            say(f"making {folder}")
+            venv.create(folder, clear=folder.exists())
+        if not runs(python, "-m", "pip", "--version"):
+            command = [python, "-m", "ensurepip", "--upgrade", "--default-pip"]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+        sys.exit(
+            f"cannot make {folder}: {reason}. On Debian and Ubuntu `apt install python3-venv` brings what is "
+            "missing; or name another Python: make PYTHON=python3.12 ..."
+        )
+
+
+def runs(python: Path, *arguments: str) -> bool:
+    return subprocess.run([python, *arguments], capture_output=True).returncode == 0
 
 
 def install_torch(python: Path, index: str) -> None:
@@ -99,4 +114,5 @@ def say(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

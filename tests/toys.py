@@ -10,6 +10,7 @@ from ddtree.models.rope import Rope
 from ddtree.models.spec import DecoderSpec, RopeSpec, TargetSpec
 from ddtree.models.target import TargetModel
 from ddtree.ops import FULL_VIEW, View
+from ddtree.tree import Candidates, factorised_candidates
 
 VOCABULARY = 61
 MASK = 60
@@ -86,6 +87,12 @@ def toy_drafter(
     model.rope = Rope(spec.decoder)
     vocabulary = DraftVocabulary(target.embed_tokens.weight, target.lm_head.weight, target.spec.vocab_size)
     return model.eval(), vocabulary
+
+
+def top_candidates(log_probs_RDV: torch.Tensor, count: int) -> Candidates:
+    """The best tokens of each depth, without a drafter."""
+    log_probs_RDK, tokens_RDK = log_probs_RDV.topk(count, dim=-1)
+    return factorised_candidates(tokens_RDK, log_probs_RDK)
 
 
 def random_tokens(count: int, seed: int, vocabulary: int = VOCABULARY) -> list[int]:

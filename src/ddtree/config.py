@@ -24,6 +24,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: no such file; a model folder holds config.json, tokenizer files and *.safetensors"
         ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror}); mend the file or its permissions"
+        ) from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); fetch the file again") from None
     if not isinstance(content, dict):

@@ -11,6 +11,7 @@ __all__ = [
     "ConfigError",
     "DDTreeError",
     "DataError",
+    "DivergedError",
     "DownloadError",
     "RequestError",
     "StorageError",
@@ -64,3 +65,9 @@ class DataError(DDTreeError):
     """A prompt or training file is broken; the message carries the line number."""
 
     exit_code = 7
+
+
+class DivergedError(DDTreeError):
+    """Training came to a loss or a gradient that is no number."""
+
+    exit_code = 8

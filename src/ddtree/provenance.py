@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -77,8 +78,6 @@ def _plain(argv: list[str]) -> list[str]:
 
 
 def _cores() -> set[int]:
-    import os
-
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 

@@ -26,7 +26,8 @@ from ddtree.speculation.noise import gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.penalties import count_tokens, node_paths
 from ddtree.speculation.processors import RowParams, draft_scores, row_params, target_scores
-from ddtree.tree import build_tree, top_candidates
+from ddtree.tree import build_tree
+from tests.toys import top_candidates
 
 NO_TOKENS = torch.zeros(1, 0, dtype=torch.int64)
 DTYPES = st.sampled_from([torch.float32, torch.float64])

@@ -27,9 +27,9 @@ from ddtree.tree import (
     factorised_candidates,
     spine_nodes,
     spine_tree,
-    top_candidates,
     with_spine,
 )
+from tests.toys import top_candidates
 
 KINDS = ("halves", "bfloat16", "units", "tenths", "noise", "flat", "edges", "tied edges", "states")
 ARRAYS = ("tokens_RN", "parents_RN", "depths_RN", "scores_RN")

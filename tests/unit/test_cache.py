@@ -262,10 +262,3 @@ def test_rows_past_the_capacity_leave_the_next_sequence_alone():
 def test_a_table_needs_a_slot_for_each_place():
     with pytest.raises(AssertionError, match="slot for each place"):
         SlotCache(SHAPE, torch.float32, CPU, torch.zeros(3, 9, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_shape_knows_its_bytes(dtype):
-    cache = SlotCache(SHAPE, dtype, CPU)
-    readable = sum(pool[:, :-1].numel() * pool.element_size() for pool in (cache.keys, cache.values))
-    assert SHAPE.bytes(dtype) == readable

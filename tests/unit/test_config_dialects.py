@@ -810,6 +810,14 @@ def test_a_config_that_is_not_json_is_named(tmp_path, content):
         load_drafter(folder, toy_target())
 
 
+def test_a_config_that_cannot_be_read_is_named(tmp_path):
+    folder = write_drafter(tmp_path)
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(Is a directory\)"):
+        load_drafter(folder, toy_target())
+
+
 @pytest.mark.parametrize("content", ["[]", "3", '"text"', "null"])
 def test_a_config_that_is_no_object_is_named(tmp_path, content):
     folder = write_drafter(tmp_path)

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 import ddtree
 from ddtree import LLM, EngineConfig, RoundPlan, SamplingParams
-from ddtree.engine.config import DEFAULT_BUDGETS
+from ddtree.engine.config import DEFAULT_BUDGETS, check_device
 from ddtree.engine.engine import Engine, Job
 from ddtree.engine.llm import Gathering
-from ddtree.errors import ConfigError, RequestError
+from ddtree.errors import ConfigError, RequestError, UnsupportedError
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
 from ddtree.speculation.plan import ALGORITHMS, LARGEST_BUDGET, FixedPolicy, fixed_plan
@@ -672,6 +672,22 @@ def test_three_hundred_requests_on_one_engine():
     assert longest == BLOCK
 
 
+# Devices
+
+
+def test_devices_by_name():
+    assert [check_device("auto", gpus) for gpus in (0, 2)] == ["cpu", "cuda"]
+    assert [check_device(name, 2) for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda:1"]
+    for name in ("", "gpu", "cpu:0", "cpu:x", "cuda:", "cuda:x", "cuda:-1", "mps"):
+        with pytest.raises(UnsupportedError, match=r"is not supported; use auto, cpu or cuda"):
+            check_device(name, 2)
+    with pytest.raises(ConfigError, match="cuda:2 was asked for, but torch sees GPUs 0 to 1"):
+        check_device("cuda:2", 2)
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(ConfigError, match="torch sees no GPU here; use --device cpu"):
+            check_device(name, 0)
+
+
 # The Python face
 
 
@@ -716,8 +732,9 @@ def test_answers_of_a_model_from_a_folder(llm):
         streamed = list(llm.stream([3, 14, 15, 9, 26], params, plan=llm.plan(mode)))
         assert tuple(tokens_of(streamed)) == whole.token_ids
         assert "".join(piece.text for piece in streamed) == whole.text
-    shadowed = llm.generate(text, params, plan=llm.plan("shadow"), records=True)
+    shadowed = llm.generate(text, params, plan=llm.plan("shadow"))
     assert shadowed.would_commit >= shadowed.rounds
+    assert shadowed.records == ()
     assert whole.would_commit is None
 
 
@@ -727,6 +744,18 @@ def test_drafters_are_loaded_only_for_modes_that_draft(folders):
     assert len(plain.generate("w1 w2", SamplingParams(max_tokens=6, ignore_eos=True)).token_ids) == 6
     with pytest.raises(ConfigError, match="mode tree needs a drafter"):
         plain.plan("tree")
+
+
+def test_a_template_may_refuse_a_chat(folders):
+    model = LLM(str(folders[0]), dtype="float64", config=EngineConfig(mode="off", max_context=64))
+    with pytest.raises(RequestError, match="no chat template"):
+        model.encode([{"role": "user", "content": "w1"}])
+    model.tokenizer._tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system messages') }}{% endif %}w1"
+    )
+    assert model.encode([{"role": "user", "content": "w1"}]) == [1]
+    with pytest.raises(RequestError, match="chat template refuses these messages: no system messages"):
+        model.encode([{"role": "system", "content": "w1"}])
 
 
 def test_the_public_names():

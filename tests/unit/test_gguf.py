@@ -14,8 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ddtree.errors import CheckpointError, UnsupportedError
-from ddtree.models import gguf as conversion
-from ddtree.models.gguf import convert
+from ddtree.models.gguf import convert, tensors
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]
 MERGES = ["n Ġ", "Ġ t", "h e", "Ġt he", "i n", "1 2", "Ġ 1"]  # "nĠ", "12" and "Ġ1" must never be used
@@ -148,7 +147,7 @@ def converted(tmp_path: Path) -> Path:
 def test_logits_are_those_of_the_original(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantisation: str, tied: bool
 ) -> None:
-    monkeypatch.setattr(conversion, "_BLOCK_ROWS", 7)  # blocks end inside heads and inside the vocabulary
+    monkeypatch.setattr(tensors, "BLOCK_ROWS", 7)  # blocks end inside heads and inside the vocabulary
     original = tiny_model(tied=tied)
     write_gguf(tmp_path / "t.gguf", original, quantisation=gguf.GGMLQuantizationType[quantisation])
     convert(tmp_path / "t.gguf", tmp_path)
@@ -159,7 +158,7 @@ def test_logits_are_those_of_the_original(
 def test_logits_notice_rows_left_as_llama_cpp_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = tiny_model()
     write_gguf(tmp_path / "t.gguf", original)
-    monkeypatch.setattr(conversion, "_half_split_order", lambda n_rows, heads: np.arange(n_rows))
+    monkeypatch.setattr(tensors, "_half_split_order", lambda n_rows, heads: np.arange(n_rows))
     convert(tmp_path / "t.gguf", tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert (logits(loaded) - logits(original)).abs().max() > 0.1

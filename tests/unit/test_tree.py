@@ -26,7 +26,6 @@ from ddtree.tree import (
     row_bucket,
     spine_nodes,
     spine_tree,
-    top_candidates,
     unpack_words,
     with_spine,
     word_count,
@@ -386,30 +385,6 @@ def test_a_hole_among_the_candidates_is_never_chosen(hole):
     tree = build_tree(factorised_candidates(tokens_RDK, log_probs_RDK), torch.tensor([9]), 4)
     assert tree.tokens_RN.tolist() == [[9, 1, 2, 0, 0]]
     assert tree.sizes_R.tolist() == [3]
-
-
-def test_nan_in_a_distribution_leaves_the_other_candidates_in_order():
-    log_probs_RDV = torch.tensor([[[-2.0, torch.nan, -1.0, -3.0]]])
-    candidates = top_candidates(log_probs_RDV, 3)
-    assert (candidates.log_probs_RDSK.diff(dim=-1) <= 0).all()
-    assert candidates.tokens_RDSK[0, 0, 0].tolist()[:2] == [2, 0]
-    anchor_R = torch.tensor([9])
-    assert_trees_equal(build_tree(candidates, anchor_R, 2), build_reference(candidates, anchor_R, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("count", [1, 5, 97, 200])
-def test_top_candidates_look_at_the_whole_vocabulary(count, dtype):
-    generator = torch.Generator().manual_seed(7)
-    log_probs_RDV = torch.randn(2, 3, VOCABULARY, generator=generator).log_softmax(-1).to(dtype)
-    candidates = top_candidates(log_probs_RDV, count)
-    best_RDK = log_probs_RDV.sort(dim=-1, descending=True).values[..., :count]
-    assert torch.equal(candidates.log_probs_RDSK[:, :, 0], best_RDK.float())
-    tokens_RDK = candidates.tokens_RDSK[:, :, 0]
-    assert torch.equal(log_probs_RDV.gather(2, tokens_RDK), best_RDK)
-    assert all(len(set(ranked)) == len(ranked) for ranked in tokens_RDK.flatten(0, 1).tolist())
-    assert (candidates.states_RDSK == 0).all()
-    assert candidates.depth == 3
 
 
 def test_rounding_cannot_lift_a_child_above_its_parent():

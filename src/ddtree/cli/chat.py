@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ddtree.cli.answer import status_line, stream_answer
 from ddtree.cli.common import (
     BLOCK_OPTION,
     BUDGET_OPTION,
@@ -17,7 +18,6 @@ from ddtree.cli.common import (
     open_llm,
     settle_threads,
 )
-from ddtree.cli.generate import status_line, stream_answer
 
 __all__ = ["chat"]
 

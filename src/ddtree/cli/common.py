@@ -24,6 +24,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from ddtree.models.catalog import DEFAULT_MODEL
+
 if TYPE_CHECKING:
     from ddtree.engine.llm import LLM
 
@@ -51,7 +53,7 @@ __all__ = [
 words = Console(highlight=False, soft_wrap=True)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
-MODEL_OPTION = typer.Option("smollm2-135m", help="A known name, a hub id or a folder.")
+MODEL_OPTION = typer.Option(DEFAULT_MODEL, help="A known name, a hub id or a folder.")
 DRAFTER_OPTION = typer.Option(None, help="Drafter folder or hub id; the shipped one when not given.")
 MODE_OPTION = typer.Option("tree", help="off, chain, tree or shadow.")
 BUDGET_OPTION = typer.Option(None, help="Nodes of a draft tree; the device's default when not given.")

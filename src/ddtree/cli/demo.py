@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
+from ddtree.cli.answer import stream_answer
 from ddtree.cli.common import (
     BUDGET_OPTION,
     DEVICE_OPTION,
@@ -22,11 +23,11 @@ from ddtree.cli.common import (
     settle_threads,
     words,
 )
-from ddtree.cli.generate import stream_answer
 
 if TYPE_CHECKING:
     from ddtree.engine.llm import LLM
     from ddtree.engine.request import Completion
+    from ddtree.speculation.plan import RoundPlan
 
 __all__ = ["demo"]
 
@@ -38,14 +39,13 @@ QUESTIONS = (
     "List five tips for learning a new language.",
 )
 MODES = ("off", "chain", "tree")
-NAMES = {"off": "plain decode", "chain": "chain", "tree": "tree"}
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One mode over all questions. identical of compared: tokens equal to plain decoding's in float32."""
+    """One plan over all questions. identical of compared: tokens equal to plain decoding's in float32."""
 
-    mode: str
+    plan: RoundPlan
     tokens: int
     rounds: int
     seconds: float
@@ -83,12 +83,12 @@ def demo(
     notes.print(f"[dim]{llm.name} in {dtype} on {llm.engine.target.device}, {used} threads[/]")
     fast = _answers(llm, max_tokens, silent=as_json)
     exact = _exact_answers(llm if dtype == "float32" else opened("float32"), max_tokens)
-    arms = [_arm(mode, fast[mode], exact) for mode in MODES]
+    arms = [_arm(llm.plan(mode), fast[mode], exact) for mode in MODES]
     record = _tree_to_show(fast["tree"])
     if as_json:
         print_json(_document(llm, dtype, used, arms, fast))
         return
-    words.print(_table(arms, dtype, llm.engine.plan.budget))
+    words.print(_table(arms, dtype))
     if record is not None:
         from ddtree.cli.show import draw_tree
 
@@ -110,11 +110,11 @@ def _answers(llm: LLM, max_tokens: int, silent: bool) -> dict[str, list[Completi
         if not silent:
             words.print(f"\n[bold]{question}[/]")
         for mode in MODES:
+            plan = llm.plan(mode)
             if not silent:
-                words.print(f"[cyan]── {NAMES[mode]}[/]")
-            found[mode].append(
-                stream_answer(llm, ids, params, llm.plan(mode), records=mode == "tree", silent=silent)
-            )
+                words.print(f"[cyan]── {_name(plan)}[/]")
+            records = plan.capabilities.verifies_trees
+            found[mode].append(stream_answer(llm, ids, params, plan, records=records, silent=silent))
             if not silent:
                 notes.print(_speed(found[mode][-1]))
     return found
@@ -135,13 +135,13 @@ def _exact_answers(llm: LLM, max_tokens: int) -> dict[str, list[tuple[int, ...]]
     return found
 
 
-def _arm(mode: str, completions: list[Completion], exact: dict[str, list[tuple[int, ...]]]) -> Arm:
+def _arm(plan: RoundPlan, completions: list[Completion], exact: dict[str, list[tuple[int, ...]]]) -> Arm:
     identical = compared = 0
-    for mine, plain in zip(exact[mode], exact["off"], strict=True):
+    for mine, plain in zip(exact[plan.mode], exact["off"], strict=True):
         identical += sum(a == b for a, b in zip(mine, plain, strict=False))
         compared += max(len(mine), len(plain))
     return Arm(
-        mode=mode,
+        plan=plan,
         tokens=sum(len(c.token_ids) - 1 for c in completions),
         rounds=sum(c.rounds for c in completions),
         seconds=sum(c.timing.decode_s for c in completions),
@@ -150,15 +150,20 @@ def _arm(mode: str, completions: list[Completion], exact: dict[str, list[tuple[i
     )
 
 
-def _table(arms: list[Arm], dtype: str, budget: int) -> Table:
+def _name(plan: RoundPlan) -> str:
+    if not plan.capabilities.drafts_blocks:
+        return "plain decode"
+    return f"{plan.mode} of {plan.budget} nodes" if plan.capabilities.verifies_trees else plan.mode
+
+
+def _table(arms: list[Arm], dtype: str) -> Table:
     table = Table(title=f"\n{len(QUESTIONS)} questions, greedy; speed in {dtype}, identity in float32")
     for heading in ("", "tokens/s", "speed-up", "acceptance length", "rounds", "identical tokens (float32)"):
         table.add_column(heading, justify="left" if not heading else "right")
     plain = arms[0].tokens_per_second
     for arm in arms:
-        name = f"tree of {budget} nodes" if arm.mode == "tree" else NAMES[arm.mode]
         table.add_row(
-            name,
+            _name(arm.plan),
             f"{arm.tokens_per_second:.1f}",
             f"{arm.tokens_per_second / plain:.2f} x",
             f"{arm.acceptance_length:.2f}",
@@ -182,7 +187,7 @@ def _document(
         "budget": llm.engine.plan.budget,
         "questions": list(QUESTIONS),
         "modes": {
-            arm.mode: {
+            arm.plan.mode: {
                 "tokens_per_second": arm.tokens_per_second,
                 "speed_up": arm.tokens_per_second / plain,
                 "acceptance_length": arm.acceptance_length,
@@ -190,7 +195,7 @@ def _document(
                 "tokens": arm.tokens,
                 "identical_float32": arm.identical,
                 "compared_float32": arm.compared,
-                "answers": [completion.text for completion in answers[arm.mode]],
+                "answers": [completion.text for completion in answers[arm.plan.mode]],
             }
             for arm in arms
         },

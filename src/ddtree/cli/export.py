@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from ddtree.cli.common import cache_dir, notes
+from ddtree.cli.common import JSON_OPTION, cache_dir, notes, print_json
+from ddtree.models.catalog import DEFAULT_MODEL
 
 __all__ = ["export"]
 
@@ -14,8 +15,9 @@ __all__ = ["export"]
 def export(
     out: Path = typer.Argument(..., help="Folder to write."),
     drafter: str = typer.Option(None, help="Drafter folder; the shipped one when not given."),
-    model: str = typer.Option("smollm2-135m", help="The target that it drafts for."),
+    model: str = typer.Option(DEFAULT_MODEL, help="The target that it drafts for."),
     storage: str = typer.Option("bfloat16", help="bfloat16 (z-lab's layout, any engine) or int8 (half the size)."),
+    as_json: bool = JSON_OPTION,
 ) -> None:
     """Write a drafter in z-lab's bfloat16 layout for other engines, or packed as int8 rows."""
     import torch
@@ -45,4 +47,7 @@ def export(
         extra=card,
     )
     size = sum(p.stat().st_size for p in out.iterdir())
-    notes.print(f"{out}: {size / 2**20:.1f} MiB, {storage}")
+    if as_json:
+        print_json({"folder": str(out), "storage": storage, "bytes": size})
+    else:
+        notes.print(f"{out}: {size / 2**20:.1f} MiB, {storage}")

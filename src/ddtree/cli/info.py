@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from ddtree.cli.common import DRAFTER_OPTION, JSON_OPTION, MODEL_OPTION, cache_dir, notes, print_json, words
+
+if TYPE_CHECKING:
+    from ddtree.models.spec import TargetSpec
 
 __all__ = ["info"]
 
@@ -17,7 +20,21 @@ def info(
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Say which device, dtype, threads, model and drafter would be used here, and why; fetches nothing."""
-    facts = _machine() | _models(model, drafter)
+    from ddtree.models.hub import find
+    from ddtree.models.spec import read_target
+
+    local = find(model, cache_dir=cache_dir())
+    if local is None:
+        facts = _machine(None) | {"model": f"{model}: not on this machine yet", "missing": True}
+    else:
+        target = read_target(local.folder)
+        decoder = target.decoder
+        facts = _machine(target) | {
+            "model": f"{local.name} ({target.family}): {decoder.layers} layers, hidden {decoder.hidden}, "
+            f"vocabulary {target.vocab_size:,}, {decoder.max_positions:,} positions",
+            "model_folder": str(local.folder),
+        }
+        facts |= _drafter(drafter, local.drafter, target)
     if as_json:
         print_json(facts)
         return
@@ -26,27 +43,29 @@ def info(
         table.add_row(f"[bold]{key}[/]", str(value))
     words.print(table)
     if facts.get("missing"):
-        notes.print("`ddtree pull` fetches the model")
+        notes.print("`ddtree pull` fetches what is missing")
 
 
-def _machine() -> dict[str, Any]:
+def _machine(target: TargetSpec | None) -> dict[str, Any]:
+    """Device, dtype and budget; on a CPU also the threads that are fastest for this target, measured now."""
     import torch
 
     from ddtree.engine.config import DEFAULT_BUDGETS, check_device
     from ddtree.engine.hardware import choose_dtype, choose_threads
     from ddtree.provenance import provenance
 
-    device = torch.device(check_device("auto", torch.cuda.is_available()))
+    device = torch.device(check_device("auto", torch.cuda.device_count()))
     choice = choose_dtype(device)
+    budget = DEFAULT_BUDGETS[device.type]
     record = provenance([])
     facts: dict[str, Any] = {
         "device": str(device),
         "hardware": record["device"].get("gpu", record["device"]["cpu"]),
         "dtype": f"{str(choice.dtype).removeprefix('torch.')}: {choice.reason}",
-        "default_budget": DEFAULT_BUDGETS[device.type],
+        "default_budget": budget,
     }
-    if device.type == "cpu":
-        found = choose_threads(576, 1536, DEFAULT_BUDGETS["cpu"] + 1, choice.dtype)
+    if device.type == "cpu" and target is not None:
+        found = choose_threads(target.decoder.hidden, target.decoder.intermediate, budget + 1, choice.dtype)
         best = min(found, key=found.__getitem__)
         timed = ", ".join(f"{n}: {s * 1000:.1f} ms" for n, s in found.items())
         facts["threads"] = f"{best}: fastest now ({timed})"
@@ -54,28 +73,27 @@ def _machine() -> dict[str, Any]:
     return facts
 
 
-def _models(model: str, drafter: str | None) -> dict[str, Any]:
+def _drafter(asked: str | None, shipped: str | None, target: TargetSpec) -> dict[str, Any]:
+    """The drafter that was asked for, else the one shipped for the target, and the mode that it allows."""
+    from ddtree.engine.config import EngineConfig
     from ddtree.models.drafter_spec import read_drafter
     from ddtree.models.hub import find
-    from ddtree.models.shipped import drafter_folder
-    from ddtree.models.spec import read_target
+    from ddtree.models.shipped import SHIPPED
+    from ddtree.speculation.plan import PLAIN
 
-    local = find(model, cache_dir=cache_dir())
-    if local is None:
-        return {"model": f"{model}: not on this machine yet", "missing": True}
-    target = read_target(local.folder)
-    decoder = target.decoder
-    facts: dict[str, Any] = {
-        "model": f"{local.name} ({target.family}): {decoder.layers} layers, hidden {decoder.hidden}, "
-        f"vocabulary {target.vocab_size:,}, {decoder.max_positions:,} positions",
-        "model_folder": str(local.folder),
-    }
-    if drafter is None and local.drafter is None:
-        return facts | {"drafter": "none ships for this model; give one with --drafter", "mode": "off"}
-    folder = drafter_folder(drafter, local)
+    if asked is not None:
+        local = find(asked)
+        if local is None:
+            return {"drafter": f"{asked}: not on this machine yet", "missing": True}
+        folder = local.folder
+    elif shipped is not None:
+        folder = SHIPPED / shipped
+    else:
+        mend = "give one with --drafter, or decode plainly with --mode off"
+        return {"drafter": f"none ships for this model; {mend}", "mode": PLAIN.mode}
     spec = read_drafter(folder, target)
-    return facts | {
+    return {
         "drafter": f"{folder.name}: {spec.decoder.layers} layers, blocks of {spec.block_size}, "
         f"features of layers {list(spec.layer_ids)}, " + ("int8 rows" if spec.packed else "unpacked"),
-        "mode": "tree",
+        "mode": EngineConfig().mode,
     }

@@ -19,8 +19,6 @@ from ddtree.errors import DDTreeError
 
 __all__ = ["app", "main"]
 
-INTERRUPTED = 130
-
 app = typer.Typer(
     name="ddtree",
     help="Tree speculative decoding: the same text, several times faster.",
@@ -38,7 +36,10 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; every error that ddtree raises on purpose ends as one line and an exit code."""
+    """Run the command line; every error that ddtree raises on purpose ends as one line and an exit code.
+
+    Ctrl-C and wrong usage end inside typer, with exit codes 130 and 2.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(args=arguments, standalone_mode=True)
@@ -47,6 +48,3 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         notes.print(f"ddtree: {error}", style="bold red", markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        notes.print("\nstopped", style="yellow")
-        sys.exit(INTERRUPTED)

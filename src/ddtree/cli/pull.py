@@ -5,12 +5,13 @@ from __future__ import annotations
 import typer
 
 from ddtree.cli.common import JSON_OPTION, cache_dir, fetching, notes, print_json
+from ddtree.models.catalog import DEFAULT_MODEL
 
 __all__ = ["pull"]
 
 
 def pull(
-    model: str = typer.Argument("smollm2-135m", help="A known name, a hub id (owner/name) or a folder."),
+    model: str = typer.Argument(DEFAULT_MODEL, help="A known name, a hub id (owner/name) or a folder."),
     revision: str = typer.Option(None, help="Revision of a hub model."),
     as_json: bool = JSON_OPTION,
 ) -> None:

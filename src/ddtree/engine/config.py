@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ddtree.errors import ConfigError, UnsupportedError
 from ddtree.speculation.plan import RoundPlan, fixed_plan
 
-__all__ = ["DEFAULT_BUDGETS", "DTYPES", "EngineConfig"]
+__all__ = ["DEFAULT_BUDGETS", "DTYPES", "EngineConfig", "check_device", "context_limit"]
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 # Nodes that pay on a device before its budget has been measured there (docs/guides/tuning.md).
@@ -43,7 +44,7 @@ class EngineConfig:
 
     def plan(self, device_type: str, drafter_block_size: int) -> RoundPlan:
         """The plan of every round. ConfigError when a block is longer than the drafter's own."""
-        budget = DEFAULT_BUDGETS.get(device_type, 63) if self.budget is None else self.budget
+        budget = DEFAULT_BUDGETS[device_type] if self.budget is None else self.budget
         return fixed_plan(self.mode, drafter_block_size if self.block_size is None else self.block_size, budget)
 
 
@@ -60,13 +61,16 @@ def context_limit(asked: int | None, limits: dict[str, int]) -> int:
     return asked
 
 
-def check_device(name: str, cuda_available: bool) -> str:
-    """`auto`, `cpu`, `cuda` or `cuda:N`; auto is the GPU where there is one."""
+def check_device(name: str, gpus: int) -> str:
+    """`auto`, `cpu`, `cuda` or `cuda:N`; auto is the GPU where there is one. gpus: how many torch sees."""
     if name == "auto":
-        return "cuda" if cuda_available else "cpu"
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda"):
+        return "cuda" if gpus else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise UnsupportedError(f"device {name!r} is not supported; use auto, cpu or cuda")
-    if kind == "cuda" and not cuda_available:
-        raise ConfigError("device cuda was asked for, but torch sees no GPU here; use --device cpu")
+    if name == "cpu":
+        return name
+    if not gpus:
+        raise ConfigError(f"device {name} was asked for, but torch sees no GPU here; use --device cpu")
+    if ":" in name and int(name.split(":")[1]) >= gpus:
+        raise ConfigError(f"device {name} was asked for, but torch sees GPUs 0 to {gpus - 1}; use one of those")
     return name

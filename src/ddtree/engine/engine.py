@@ -115,7 +115,7 @@ class Engine:
         output = Output(job.params, self.target.spec.eos_ids, self._decode)
         state = self._prefill(job.prompt, verifier, drafter, chooser)
         emitted = output.push(state.anchors_R.tolist(), self._room(state) > 0)
-        yield _piece(emitted, None)
+        yield Piece(emitted.text, emitted.token_ids, emitted.finish_reason)
         while output.finish_reason is None:
             if turn != self._turn:
                 raise RequestError(
@@ -127,7 +127,9 @@ class Engine:
             state = outcome.state
             emitted = output.push(outcome.committed[0], self._room(state) > 0)
             job.policy.observe(plan, len(emitted.token_ids))
-            yield _piece(emitted, _record(plan, outcome, emitted) if job.records else None)
+            would = None if outcome.would_accept is None else outcome.would_accept[0]
+            record = _record(plan, outcome, emitted) if job.records else None
+            yield Piece(emitted.text, emitted.token_ids, emitted.finish_reason, would, record)
 
     def _prefill(
         self, prompt: Sequence[int], verifier: TargetVerifier, drafter: Drafter | None, chooser: Chooser
@@ -162,10 +164,6 @@ class Engine:
     def _room(self, state: RoundState) -> int:
         """How many tokens still fit into the context after the anchor."""
         return self.max_context - state.lengths.host[0] - 1
-
-
-def _piece(emitted: Emitted, record: RoundRecord | None) -> Piece:
-    return Piece(emitted.text, emitted.token_ids, emitted.finish_reason, record)
 
 
 def _record(plan: RoundPlan, outcome: RoundOutcome, emitted: Emitted) -> RoundRecord:

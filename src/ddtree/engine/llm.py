@@ -11,8 +11,9 @@ import torch
 from ddtree.engine.config import DTYPES, EngineConfig, check_device
 from ddtree.engine.engine import Engine
 from ddtree.engine.hardware import choose_dtype
-from ddtree.engine.request import Completion, Piece, RoundRecord, Timing
+from ddtree.engine.request import Completion, Piece, Timing
 from ddtree.errors import ConfigError, RequestError
+from ddtree.models.catalog import DEFAULT_MODEL
 from ddtree.models.hub import Progress, locate
 from ddtree.models.load import load_drafter, load_target
 from ddtree.models.shipped import drafter_folder
@@ -20,7 +21,7 @@ from ddtree.models.tokenizer import ChatTokenizer
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import ALGORITHMS, RoundPlan
 
-__all__ = ["LLM", "Prompt"]
+__all__ = ["LLM", "Gathering", "Prompt"]
 
 # One user turn, a chat, or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -37,7 +38,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "smollm2-135m",
+        model: str = DEFAULT_MODEL,
         *,
         drafter: str | None = None,
         dtype: str = "auto",
@@ -49,7 +50,7 @@ class LLM:
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}: got {dtype!r}")
         config = config or EngineConfig()
-        where = torch.device(check_device(device, torch.cuda.is_available()))
+        where = torch.device(check_device(device, torch.cuda.device_count()))
         local = locate(model, cache_dir=cache_dir, progress=progress)
         target = load_target(local.folder, _dtype(dtype, where), where)
         loaded = None
@@ -125,8 +126,7 @@ class Gathering:
 
     def completion(self) -> Completion:
         """The answer so far; a request that was left before its end counts as cancelled."""
-        records: tuple[RoundRecord, ...] = tuple(p.record for p in self._pieces if p.record is not None)
-        shadowed = [r.would_commit for r in records if r.would_commit is not None]
+        shadowed = [p.would_commit for p in self._pieces if p.would_commit is not None]
         first_s = self._times_s[1] if self._pieces else self._times_s[0]
         return Completion(
             text="".join(p.text for p in self._pieces),
@@ -135,7 +135,7 @@ class Gathering:
             prompt_tokens=self._prompt_tokens,
             rounds=max(len(self._pieces) - 1, 0),
             timing=Timing(first_s - self._times_s[0], self._times_s[-1] - first_s),
-            records=records,
+            records=tuple(p.record for p in self._pieces if p.record is not None),
             would_commit=sum(shadowed) if shadowed else None,
         )
 

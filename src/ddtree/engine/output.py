@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ddtree.speculation.params import SamplingParams
 
-__all__ = ["Emitted", "Output"]
+__all__ = ["Decode", "Emitted", "Output"]
 
 BROKEN = "\ufffd"  # what decoding shows for a character whose bytes are not all there
 Decode = Callable[[Sequence[int]], str]

@@ -26,11 +26,16 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The newest part of an answer. The first piece, from the prompt itself, has no record."""
+    """The newest part of an answer. The first piece comes from the prompt itself, all others from a round each.
+
+    finish_reason: of the last piece, `stop` or `length`; else None. would_commit: in shadow mode, the tokens that
+    the round's tree would have committed. record: where records were asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    would_commit: int | None = None
     record: RoundRecord | None = None
 
 
@@ -46,8 +51,9 @@ class Timing:
 class Completion:
     """A whole answer. Only emitted tokens count in any of its figures.
 
-    rounds: verifications after the first token, which the prompt's own pass gave. would_commit: in shadow mode,
-    the tokens that trees would have committed in all rounds.
+    finish_reason: `stop` (an end token or a stop string), `length` (max_tokens or a full context), or `cancelled`
+    when the request was left before its end. rounds: verifications after the first token, which the prompt's own
+    pass gave. would_commit: in shadow mode, the tokens that trees would have committed in all rounds.
     """
 
     text: str

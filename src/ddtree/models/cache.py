@@ -25,11 +25,6 @@ class CacheShape:
     sequences: int
     capacity: int
 
-    def bytes(self, dtype: torch.dtype) -> int:
-        """Memory of keys and values, in bytes."""
-        cells = self.layers * self.kv_heads * self.head_dim * self.sequences * self.capacity
-        return 2 * cells * dtype.itemsize
-
 
 class SlotCache:
     """Keys and values [layers, slots, kv_heads, head_dim], and the slot of each place of each sequence.

@@ -16,7 +16,7 @@ from ddtree.errors import CheckpointError, UnsupportedError
 from ddtree.models.spec import DecoderSpec, TargetSpec, check_layer_ids, read_decoder, refuse_quantised
 from ddtree.ops import View
 
-__all__ = ["INT8_METHOD", "DrafterSpec", "default_layer_ids", "parse_drafter", "read_drafter"]
+__all__ = ["ARCHITECTURE", "INT8_METHOD", "DrafterSpec", "default_layer_ids", "parse_drafter", "read_drafter"]
 
 # How ddtree's own packed checkpoints say what they are; other engines then refuse them by name.
 INT8_METHOD = "ddtree-int8-rows"

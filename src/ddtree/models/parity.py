@@ -73,5 +73,5 @@ def _logits(
     model: DFlashModel, vocabulary: DraftVocabulary, features_LF: Tensor, anchor: Tensor, columns_C: Tensor
 ) -> Tensor:
     device = model.fc.weight.device
-    hidden_DH = draft_hidden(model, vocabulary, features_LF[None].to(device), anchor.to(device))[0, 1:]
-    return (hidden_DH.float() @ vocabulary.head[columns_C.to(device)].float().T).cpu()
+    hidden_Dh = draft_hidden(model, vocabulary, features_LF[None].to(device), anchor.to(device))[0, 1:]
+    return (hidden_Dh.float() @ vocabulary.head[columns_C.to(device)].float().T).cpu()

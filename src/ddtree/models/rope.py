@@ -1,4 +1,4 @@
-"""Rotary angles for positions, from a `RopeSpec`; scaled variants take their frequencies from transformers."""
+"""Rotary angles for positions, from a decoder's spec; scaled variants take their frequencies from transformers."""
 
 from __future__ import annotations
 

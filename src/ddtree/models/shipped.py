@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ddtree.errors import ConfigError
-from ddtree.models.hub import LocalModel
+from ddtree.models.hub import LocalModel, locate
 
 __all__ = ["SHIPPED", "drafter_folder"]
 
@@ -17,8 +17,6 @@ def drafter_folder(drafter: str | None, target: LocalModel) -> Path:
 
     ConfigError when none was asked for and none is shipped.
     """
-    from ddtree.models.hub import locate
-
     if drafter is not None:
         return locate(drafter).folder
     if target.drafter is None:

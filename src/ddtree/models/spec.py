@@ -14,7 +14,15 @@ from typing import Any
 from ddtree.config import Fields, read_json
 from ddtree.errors import CheckpointError, UnsupportedError
 
-__all__ = ["DecoderSpec", "RopeSpec", "TargetSpec", "read_decoder", "read_rope", "read_target"]
+__all__ = [
+    "DecoderSpec",
+    "RopeSpec",
+    "TargetSpec",
+    "check_layer_ids",
+    "read_decoder",
+    "read_target",
+    "refuse_quantised",
+]
 
 # Rope types whose frequencies do not depend on the length of the sequence, and the numbers that each needs.
 STATIC_ROPES: Mapping[str, tuple[str, ...]] = {

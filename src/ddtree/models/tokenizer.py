@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from ddtree.errors import CheckpointError, RequestError
 
 __all__ = ["ChatTokenizer"]
@@ -35,12 +37,18 @@ class ChatTokenizer:
         return bool(self._tokenizer.chat_template)
 
     def chat_text(self, messages: Sequence[Message]) -> str:
-        """The rendered prompt: the template with the generation prompt at its end."""
+        """The rendered prompt: the template with the generation prompt at its end. RequestError when the model has
+        no template, or one that refuses the messages."""
         if not self.can_chat:
             raise RequestError("this model has no chat template; pass the prompt as plain text")
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (
+            TemplateError
+        ) as error:  # templates refuse what they cannot render: a system message, two user turns
+            raise RequestError(f"the model's chat template refuses these messages: {error}") from None
         return str(text)
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:

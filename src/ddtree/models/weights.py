@@ -13,10 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ddtree.config import Fields, read_json
 from ddtree.errors import CheckpointError
 from ddtree.models.spec import DecoderSpec
 
-__all__ = ["FUSED", "assign", "named_apart", "read_tensors"]
+__all__ = ["SCALE_SUFFIX", "assign", "named_apart", "read_tensors"]
 
 # Our fused module -> the modules it is made of, in order.
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -127,8 +128,6 @@ def _unpacked(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
 
 
 def _refuse_missing_shards(folder: Path, files: list[Path]) -> None:
-    from ddtree.config import Fields, read_json
-
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddtree.ops.rows import FULL_VIEW, Rows, View
 from ddtree.tree import unpack_words
 
-__all__ = ["attend", "best", "rms_norm", "rotate", "top_log_probs", "visible"]
+__all__ = ["attend", "best", "ranked", "rms_norm", "rotate", "top_log_probs", "visible"]
 
 
 def visible(rows: Rows, view: View = FULL_VIEW) -> Tensor:

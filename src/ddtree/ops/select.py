@@ -25,15 +25,15 @@ class Ops:
 
     mask(rows, heads_per_group, dtype, view); attend(query_RNHd, key_RSGd, value_RSGd, mask) -> [R, N, H, d];
     rms_norm(x, weight, eps); rotate(x_RNHd, cos_RNe, sin_RNe); top_log_probs(logits_RDV, count) -> log-probs,
-    token ids; best(logits) -> token ids.
+    token ids; ranked(scores, count) -> scores, token ids; best(logits) -> token ids.
     """
 
-    name: str
     mask: Callable[[Rows, int, torch.dtype, View], Any]
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     top_log_probs: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    ranked: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     best: Callable[[Tensor], Tensor]
 
 
@@ -41,12 +41,12 @@ def select_ops(device: torch.device) -> Ops:
     """The fastest ops that run on a device."""
     del device  # one implementation serves CPU and GPU so far
     return Ops(
-        name="dense",
         mask=dense.mask,
         attend=dense.attend,
         rms_norm=dense.rms_norm,
         rotate=dense.rotate,
         top_log_probs=reference.top_log_probs,
+        ranked=reference.ranked,
         best=dense.best,
     )
 
@@ -58,11 +58,11 @@ def reference_ops() -> Ops:
         return reference.visible(rows, view)
 
     return Ops(
-        name="reference",
         mask=mask,
         attend=reference.attend,
         rms_norm=reference.rms_norm,
         rotate=reference.rotate,
         top_log_probs=reference.top_log_probs,
+        ranked=reference.ranked,
         best=reference.best,
     )

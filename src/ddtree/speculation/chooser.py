@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ddtree.errors import RequestError
 from ddtree.ops import Ops
-from ddtree.ops.reference import ranked
 from ddtree.speculation.noise import NoiseRing, fresh_seed, gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.penalties import TokenCounts, count_tokens, node_paths
@@ -66,7 +65,8 @@ class Chooser:
         self._seeds_R = seed_tensor(seeds, device)
         # A window reaches from the first drafted position to the one after the deepest node.
         self._rings = [NoiseRing(seed, vocab_size, horizon + 2, device) for seed in seeds]
-        self._rows: dict[int, RowParams] = {}
+        self._alone = [row_params([one], 1, device) for one in params]
+        self._together: dict[int, RowParams] = {}  # by the rows of each sequence
         self._sampled = any(not one.greedy for one in params)
         self._plain = all(one.plain_greedy for one in params)
         self._ends = [one.ends(eos_ids) for one in params]
@@ -124,7 +124,7 @@ class Chooser:
         scores_MV = draft_scores(
             logits_RDV.flatten(0, 1), self._row_params(depth), history.counts, noise_MV, self._coupling or 1.0
         )
-        scores_RDK, tokens_RDK = ranked(scores_MV.view(sequences, depth, vocabulary), count)
+        scores_RDK, tokens_RDK = self._ops.ranked(scores_MV.view(sequences, depth, vocabulary), count)
         return tokens_RDK, scores_RDK
 
     def walk(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
@@ -171,13 +171,12 @@ class Chooser:
 
     def _draw(self, r: int, logits_1V: Tensor, history: History, said: tuple[int, ...], position: int) -> int:
         """The token that sequence r says at `position`, after its history and the tokens `said` since."""
-        rows = self._row_params_of(r)
         counts = history.counts
         if counts is not None:
             counts = TokenCounts(counts.prompt_RV[r : r + 1], counts.output_RV[r : r + 1])
             path_1L = torch.tensor([said], dtype=torch.int64, device=self._device)
             counts = counts.along(path_1L, torch.ones_like(path_1L, dtype=torch.bool))
-        scores_1V = target_scores(logits_1V, rows, counts, self._allowed(r, history, said))
+        scores_1V = target_scores(logits_1V, self._alone[r], counts, self._allowed(r, history, said))
         if not self._params[r].greedy:
             scores_1V = scores_1V + self._rings[r].rows(position, 1).to(scores_1V.dtype)
         return int(scores_1V.argmax(dim=-1))
@@ -218,12 +217,6 @@ class Chooser:
         return gumbel(self._seeds_R, positions_RN, self._vocab_size)
 
     def _row_params(self, rows_each: int) -> RowParams:
-        if rows_each not in self._rows:
-            self._rows[rows_each] = row_params(self._params, rows_each, self._device)
-        return self._rows[rows_each]
-
-    def _row_params_of(self, r: int) -> RowParams:
-        key = -1 - r
-        if key not in self._rows:
-            self._rows[key] = row_params(self._params[r : r + 1], 1, self._device)
-        return self._rows[key]
+        if rows_each not in self._together:
+            self._together[rows_each] = row_params(self._params, rows_each, self._device)
+        return self._together[rows_each]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Filters", "filter_scores", "min_p_removes", "top_k_removes", "top_p_removes"]
+__all__ = ["Filters", "filter_scores"]
 
 HEADS = (512, 4096)  # how many of the best tokens are tried before a whole row is sorted
 

@@ -13,7 +13,16 @@ from typing import Protocol
 
 from ddtree.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "Capabilities", "FixedPolicy", "Policy", "RoundPlan", "fixed_plan"]
+__all__ = [
+    "ALGORITHMS",
+    "LARGEST_BUDGET",
+    "PLAIN",
+    "Capabilities",
+    "FixedPolicy",
+    "Policy",
+    "RoundPlan",
+    "fixed_plan",
+]
 
 LARGEST_BUDGET = 255
 
@@ -79,8 +88,12 @@ class RoundPlan:
         if horizon == self.horizon:
             return self
         if horizon == 0:
-            return replace(self, mode="off", block_size=1, budget=0)
+            return PLAIN
         return replace(self, block_size=horizon + 1)
+
+
+# The root alone is verified: plain decoding.
+PLAIN = RoundPlan("off", 1, 0)
 
 
 def fixed_plan(mode: str, block_size: int, budget: int) -> RoundPlan:
@@ -88,7 +101,7 @@ def fixed_plan(mode: str, block_size: int, budget: int) -> RoundPlan:
     if mode not in ALGORITHMS:
         raise ConfigError(f"mode must be one of {', '.join(ALGORITHMS)}: got {mode!r}")
     if not ALGORITHMS[mode].drafts_blocks:
-        return RoundPlan(mode, 1, 0)
+        return replace(PLAIN, mode=mode)
     for name, value in (("block size", block_size), ("budget", budget)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{name} must be a whole number: got {value!r}")
@@ -109,7 +122,7 @@ class Policy(Protocol):
 
     @property
     def may_draft(self) -> bool:
-        """Whether any of its plans drafts: the drafter's context is then kept in all rounds."""
+        """Whether any of its plans needs target features: the drafter's context is then kept in all rounds."""
         ...
 
     def plan(self) -> RoundPlan:

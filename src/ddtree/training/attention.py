@@ -23,8 +23,9 @@ from ddtree.models.dflash import DFlashModel
 from ddtree.models.layers import DecoderLayer
 from ddtree.ops import View
 
-__all__ = ["BlockLayout", "block_masks", "draft_blocks"]
+__all__ = ["TILE", "BlockLayout", "block_masks", "draft_blocks"]
 
+# Rows and keys of one tile of FlexAttention: a tile of rows holds whole blocks.
 TILE = 128
 # (batch, head, query row, key place) -> whether the row sees the place.
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -97,7 +98,7 @@ class BlockLayout:
 def block_masks(layout: BlockLayout, views: Sequence[View], fused: bool) -> tuple[Any, ...]:
     """One mask a layer, for `draft_blocks`; layers with the same view share theirs.
 
-    fused: as tiles for FlexAttention, which wants context and rows in multiples of 128; else dense.
+    fused: as tiles for FlexAttention, which wants context and rows in multiples of a tile; else dense.
     """
     masks = {view: layout.tiles(view) if fused else layout.dense(view) for view in set(views)}
     return tuple(masks[view] for view in views)

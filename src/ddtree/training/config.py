@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.errors import ConfigError
+from ddtree.models.catalog import DEFAULT_MODEL
 from ddtree.models.drafter_spec import ARCHITECTURE, default_layer_ids
 from ddtree.models.spec import TargetSpec
 
@@ -26,7 +27,7 @@ class TrainConfig:
 
     data: str  # folder of answers, as `ddtree data` writes it
     out: str  # folder of the run: checkpoints, log
-    target: str = "smollm2-135m"  # model name, hub id or folder
+    target: str = DEFAULT_MODEL  # model name, hub id or folder
     # drafter
     layers: int = 5
     intermediate: int = 0  # 0: the target's

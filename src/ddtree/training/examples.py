@@ -8,7 +8,6 @@ a resumed run repeats nothing and skips nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +21,9 @@ from ddtree.errors import DataError
 __all__ = [
     "Examples",
     "Pack",
-    "describe",
     "load_examples",
     "pack_for_step",
+    "send",
     "split_examples",
     "stable_seed",
     "write_shard",
@@ -184,8 +183,3 @@ def stable_seed(*parts: int) -> int:
 
 def _padded(values: Tensor, count: int, fill: int | bool) -> Tensor:
     return torch.cat([values, values.new_full((count,), fill)])
-
-
-def describe(folder: Path) -> dict[str, object]:
-    """The data cards beside the shards, by name."""
-    return {card.stem: json.loads(card.read_text(encoding="utf-8")) for card in sorted(folder.glob("card-*.json"))}

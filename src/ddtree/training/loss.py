@@ -77,11 +77,11 @@ def _compiled_chunk() -> Any:
 
 
 def draft_loss(
-    hidden_AbH: Tensor, head_VH: Tensor, labels_AD: Tensor, weights_AD: Tensor
+    hidden_Abh: Tensor, head_Vh: Tensor, labels_AD: Tensor, weights_AD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Loss of the mask rows of A blocks and which labels were ranked first. hidden_AbH includes the anchor's row,
+    """Loss of the mask rows of A blocks and which labels were ranked first. hidden_Abh includes the anchor's row,
     which predicts nothing. Returns a float32 scalar and bool [A, D]."""
-    hidden_Mh = hidden_AbH[:, 1:].reshape(-1, hidden_AbH.shape[-1]).to(head_VH.dtype)
-    result: tuple[Tensor, Tensor] = DraftLoss.apply(hidden_Mh, head_VH, labels_AD.flatten(), weights_AD.flatten())
+    hidden_Mh = hidden_Abh[:, 1:].reshape(-1, hidden_Abh.shape[-1]).to(head_Vh.dtype)
+    result: tuple[Tensor, Tensor] = DraftLoss.apply(hidden_Mh, head_Vh, labels_AD.flatten(), weights_AD.flatten())
     loss, correct_M = result
     return loss, correct_M.view(labels_AD.shape)

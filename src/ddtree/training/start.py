@@ -1,4 +1,4 @@
-"""A run's beginning: the target, a fresh drafter for it, and the examples."""
+"""A run's beginning: where it computes, and a drafter with fresh weights or those of another."""
 
 from __future__ import annotations
 

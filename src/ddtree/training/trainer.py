@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.errors import ConfigError, DataError, DDTreeError
+from ddtree.errors import ConfigError, DataError, DivergedError
 from ddtree.models.block import block_tokens
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.save import save_drafter
 from ddtree.models.target import TargetModel
 from ddtree.provenance import provenance
 from ddtree.training.acceptance import Acceptance, measure_example
-from ddtree.training.attention import BlockLayout, block_masks, draft_blocks
+from ddtree.training.attention import TILE, BlockLayout, block_masks, draft_blocks
 from ddtree.training.capture import Features
 from ddtree.training.checkpoint import (
     TrainState,
@@ -38,11 +38,7 @@ from ddtree.training.loss import decay_weights, draft_loss
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
 from ddtree.training.parallel import Group
 
-__all__ = ["DivergedError", "StepReport", "Trainer", "ValidationReport"]
-
-
-class DivergedError(DDTreeError):
-    """The loss or a gradient is no longer a number."""
+__all__ = ["StepReport", "Trainer", "ValidationReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +98,12 @@ class Trainer:
         self._draft = torch.compile(draft_blocks, dynamic=False) if config.compile else draft_blocks
         self._weights_D = decay_weights(config.block_size, config.decay_gamma).to(target.device)
         self._fused = target.device.type == "cuda"
-        if (self._fused and config.context_tokens % 128) or (
-            self._fused and config.anchors * config.block_size % 128
-        ):
-            raise ConfigError("context_tokens and anchors * block_size must be multiples of 128 on a GPU")
+        rows = config.anchors * config.block_size
+        if self._fused and (config.context_tokens % TILE or rows % TILE or TILE % config.block_size):
+            raise ConfigError(
+                f"on a GPU context_tokens and anchors * block_size must be multiples of {TILE}, and block_size a "
+                f"divisor of it: got {config.context_tokens}, {rows} and {config.block_size}"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +170,9 @@ class Trainer:
         pack = pack.to(self._target.device)
         labels_AD, weights_AD = self._labels(pack)
         with self._arithmetic():
-            hidden_AbH = self._hidden(pack, features_TF)
-            head_VH = self._vocabulary.head
-            loss, correct_AD = draft_loss(hidden_AbH, head_VH, labels_AD, weights_AD)
+            hidden_Abh = self._hidden(pack, features_TF)
+            head_Vh = self._vocabulary.head
+            loss, correct_AD = draft_loss(hidden_Abh, head_Vh, labels_AD, weights_AD)
         loss.backward()
         self.group.average_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)

@@ -2,7 +2,7 @@
 
 from ddtree.tree.accept import Accepted, accept, committed_tokens, cut
 from ddtree.tree.build import build_reference, build_tree
-from ddtree.tree.candidates import Candidates, edge_candidates, factorised_candidates, top_candidates
+from ddtree.tree.candidates import Candidates, edge_candidates, factorised_candidates
 from ddtree.tree.layout import (
     ancestor_words,
     chain_words,
@@ -33,7 +33,6 @@ __all__ = [
     "row_bucket",
     "spine_nodes",
     "spine_tree",
-    "top_candidates",
     "unpack_words",
     "with_spine",
     "word_count",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Candidates", "edge_candidates", "factorised_candidates", "top_candidates"]
+__all__ = ["Candidates", "edge_candidates", "factorised_candidates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,6 @@ def factorised_candidates(tokens_RDK: Tensor, log_probs_RDK: Tensor) -> Candidat
     log_probs_RDSK = _proper(log_probs_RDK)[:, :, None]
     tokens_RDSK = tokens_RDK[:, :, None]
     return Candidates(tokens_RDSK, log_probs_RDSK, torch.zeros_like(tokens_RDSK))
-
-
-def top_candidates(log_probs_RDV: Tensor, count: int) -> Candidates:
-    """The `count` best tokens of each depth's normalised distribution, from the whole vocabulary."""
-    # topk would put NaN first.
-    known_RDV = log_probs_RDV.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-    log_probs_RDK, tokens_RDK = known_RDV.topk(min(count, known_RDV.shape[-1]), dim=-1)
-    return factorised_candidates(tokens_RDK, log_probs_RDK)
 
 
 def edge_candidates(tokens_RDK: Tensor, log_probs_RDK: Tensor, edges_RDKK: Tensor) -> Candidates:

@@ -4,8 +4,10 @@ Invariants: node 0 of every tree is its root, the anchor token; a parent stands 
 root is its own parent; nodes at or past `sizes_R[r]` are padding (parent 0, depth 0, token 0, score -inf).
 Real nodes are in best-first order, so the first n nodes of a tree are the best tree of n nodes.
 
-Shape letters used throughout the project: R sequences of a batch, N rows or nodes of a sequence, D depths,
-P places on a path (D + 1), K candidates, V vocabulary, W 64-bit words, H heads, F features.
+Shape letters used throughout the project: R sequences of a batch, N rows or nodes of a sequence, M the rows of
+all sequences, D depths, P places on a path (D + 1), K candidates, V vocabulary, W 64-bit words; H query heads,
+G key/value heads, d the width of a head, h the hidden width, F features; b block size, A anchors, E examples,
+T packed tokens. S, L and C are explained where they stand.
 """
 
 from __future__ import annotations
