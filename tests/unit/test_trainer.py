@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ddtree.errors import DataError
+from ddtree.errors import ConfigError, DataError
 from ddtree.training.checkpoint import latest, read_state
 from ddtree.training.config import TrainConfig
 from ddtree.training.examples import load_examples, pack_for_step, split_examples, write_shard
@@ -62,6 +62,22 @@ def test_resuming_repeats_the_losses_bit_for_bit(tmp_path):
     second.resume(read_state(latest(tmp_path / "run")))
     rest = [report.loss for report in second.steps()]
     assert rest == whole[5:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"mask_token_id": 3}, {"block_size": 3}, {"target_layer_ids": (0, 1)}, {"optimizer": "muon"}],
+)
+def test_another_recipe_is_not_resumed(tmp_path, change):
+    first = new_trainer(tmp_path / "data")
+    next(first.steps())
+    first.save(tmp_path / "run")
+    state = read_state(latest(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} is .*, but this run began with .*; keep it"):
+        new_trainer(tmp_path / "data", **change).resume(state)
+    longer = new_trainer(tmp_path / "data", steps=20, learning_rate=1e-3)
+    longer.resume(state)
+    assert longer.step == 1
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -18,7 +18,7 @@ from ddtree.models.catalog import DEFAULT_MODEL
 from ddtree.models.drafter_spec import ARCHITECTURE, default_layer_ids
 from ddtree.models.spec import TargetSpec
 
-__all__ = ["TrainConfig", "read_config", "resolve_drafter"]
+__all__ = ["TrainConfig", "check_resumable", "read_config", "resolve_drafter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,23 @@ class TrainConfig:
     budget: int = 64  # of the trees that validation builds
 
 
+# What a run keeps when it is resumed: the drafter, its optimiser, and which examples and anchors each step sees.
+FIXED = (
+    "target",
+    "layers",
+    "intermediate",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "sliding_window",
+    "rope_theta",
+    "context_tokens",
+    "anchors",
+    "max_length",
+    "optimizer",
+    "seed",
+    "validation_examples",
+)
 RANGES: Mapping[str, tuple[float, float]] = {
     "layers": (1, 64),
     "intermediate": (0, 1e6),
@@ -137,6 +154,17 @@ def _typed(where: str, name: str, kind: str, value: Any) -> Any:
         return value
     wanted = "a list of whole numbers" if kind.startswith("tuple") else f"of type {kind}"
     raise ConfigError(f"{where}: {name} must be {wanted}: got {value!r}")
+
+
+def check_resumable(config: TrainConfig, begun_with: Mapping[str, Any]) -> None:
+    """Raise ConfigError when a recipe differs from the one that a run began with in what a run keeps."""
+    for key in FIXED:
+        now, then = getattr(config, key), begun_with.get(key)
+        then = tuple(then) if isinstance(then, list) else then
+        if now != then:
+            raise ConfigError(
+                f"{key} is {now!r}, but this run began with {then!r}; keep it, or begin another run with --out"
+            )
 
 
 def resolve_drafter(config: TrainConfig, target: TargetSpec) -> dict[str, Any]:

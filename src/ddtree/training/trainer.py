@@ -32,7 +32,7 @@ from ddtree.training.checkpoint import (
     restore,
     write_state,
 )
-from ddtree.training.config import TrainConfig
+from ddtree.training.config import TrainConfig, check_resumable
 from ddtree.training.examples import Examples, Pack, pack_for_step, split_examples
 from ddtree.training.loss import decay_weights, draft_loss
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
@@ -149,8 +149,10 @@ class Trainer:
         return folder
 
     def resume(self, state: TrainState) -> None:
-        """Go on from a state: the next step's loss is the one an unbroken run would have had."""
+        """Go on from a state: the next step's loss is the one an unbroken run would have had. ConfigError when the
+        recipe is for another drafter or other data than the run began with."""
         restore(state, self.model, self._optimizers)
+        check_resumable(self.config, state.recipe)
         self.step = state.step
 
     def _pack(self) -> Pack:
