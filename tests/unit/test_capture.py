@@ -22,9 +22,9 @@ def test_features_of_a_pack_are_those_of_each_example_alone(tmp_path):
     cached, fresh = Features(target, examples, (0, 2), 1.0), Features(target, examples, (0, 2), 0.0)
     for step in range(4):
         pack = pack_for_step(examples, step, context_tokens=64, anchors=8, seed=0, rank=0)
-        found = cached.of_pack(pack)
+        found = cached.of_pack(pack).features_TF
         real_T = pack.example_T >= 0
-        torch.testing.assert_close(found[real_T], fresh.of_pack(pack)[real_T], rtol=0, atol=1e-10)
+        torch.testing.assert_close(found[real_T], fresh.of_pack(pack).features_TF[real_T], rtol=0, atol=1e-10)
         for member, index in enumerate(pack.examples):
             start, end = int(examples.starts_E[index]), int(examples.ends_E[index])
             tokens = examples.tokens_T[start:end][None]

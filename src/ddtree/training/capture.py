@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from ddtree.errors import ConfigError
 from ddtree.models.target import TargetModel
 from ddtree.training.examples import Examples, Pack, send
 
-__all__ = ["Features", "causal_attend"]
+__all__ = ["Captured", "Features", "causal_attend"]
 
 # Padded tokens in one pass of the target.
 PASS_TOKENS = 32768
@@ -25,16 +26,31 @@ def causal_attend(layer: int, query_RNHd: Tensor, key_RNGd: Tensor, value_RNGd: 
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """What the target thought at every packed token. features_TF: outputs of the chosen layers. hidden_Th: what
+    its head turns into the distribution of the next token; h = 0 where that was not asked for."""
+
+    features_TF: Tensor
+    hidden_Th: Tensor
+
+
 class Features:
     """Captured features of the examples. With a cache each example is captured once, else at every use.
 
-    The cache holds the examples end to end: example e begins at places_E[e].
+    The cache holds the examples end to end: example e begins at places_E[e]. with_hidden: keep the final hidden
+    states too, for soft labels.
     """
 
     def __init__(
-        self, target: TargetModel, examples: Examples, layer_ids: Sequence[int], cache_gib: float
+        self,
+        target: TargetModel,
+        examples: Examples,
+        layer_ids: Sequence[int],
+        cache_gib: float,
+        with_hidden: bool = False,
     ) -> None:
-        self.width = len(layer_ids) * target.spec.decoder.hidden
+        self._widths = [len(layer_ids) * target.spec.decoder.hidden, with_hidden * target.spec.decoder.hidden]
         self._target = target
         self._examples = examples
         self._layer_ids = tuple(layer_ids)
@@ -46,10 +62,10 @@ class Features:
     @property
     def gib(self) -> float:
         """What the features of all examples take, in GiB."""
-        return int(self._lengths_E.sum()) * self.width * self._target.dtype.itemsize / 2**30
+        return int(self._lengths_E.sum()) * sum(self._widths) * self._target.dtype.itemsize / 2**30
 
-    def of_pack(self, pack: Pack) -> Tensor:
-        """Features of every packed token, on the target's device; padding has those of some token. [T, F]."""
+    def of_pack(self, pack: Pack) -> Captured:
+        """What was captured at every packed token, on the target's device; padding has that of some token."""
         device = self._target.device
         indices_E = torch.tensor(pack.examples)
         if self._cache_TF is None:
@@ -64,7 +80,8 @@ class Features:
                 self._capture(missing, into_TF, self._places_E[missing])
                 self._captured_E[missing] = True
         place_T = places_E[pack.example_T.clamp(min=0)] + pack.positions_T
-        return into_TF[send(torch.where(pack.example_T >= 0, place_T, 0), device)]
+        packed_TF = into_TF[send(torch.where(pack.example_T >= 0, place_T, 0), device)]
+        return Captured(*packed_TF.split(self._widths, dim=1))
 
     @torch.no_grad()
     def _capture(self, indices_E: Tensor, into_TF: Tensor, places_E: Tensor) -> None:
@@ -82,7 +99,9 @@ class Features:
             place_EL = places_E[batch_E][:, None] + column_L
             tokens_EL = send(self._examples.tokens_T[source_EL], device)
             positions_EL = torch.arange(longest, device=device).expand(members_E.numel(), -1)
-            _, features_ELF = self._target.run(tokens_EL, positions_EL, causal_attend, self._layer_ids)
+            hidden_ELh, features_ELF = self._target.run(tokens_EL, positions_EL, causal_attend, self._layer_ids)
+            if self._widths[1]:
+                features_ELF = torch.cat([features_ELF, hidden_ELh], dim=-1)
             # Indices are made on the host: a boolean mask on the device would stall it.
             kept = send(real_EL.flatten().nonzero()[:, 0], device)
             into_TF[send(place_EL[real_EL], device)] = features_ELF.flatten(0, 1)[kept]
@@ -97,4 +116,4 @@ class Features:
         return self._empty(tokens)
 
     def _empty(self, tokens: int) -> Tensor:
-        return torch.empty(tokens, self.width, dtype=self._target.dtype, device=self._target.device)
+        return torch.empty(tokens, sum(self._widths), dtype=self._target.dtype, device=self._target.device)

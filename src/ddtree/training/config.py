@@ -35,6 +35,7 @@ class TrainConfig:
     mask_token_id: int = 0
     target_layer_ids: tuple[int, ...] = ()  # empty: spread as the reference does
     sliding_window: int = 0  # tokens of context that a drafter layer sees; 0: all
+    causal_block: bool = False  # rows of a block see only earlier ones, instead of each other
     rope_theta: float = 10000.0
     # optimisation
     steps: int = 1000
@@ -47,7 +48,12 @@ class TrainConfig:
     warmup_steps: int = 100
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    accumulation: int = 1  # packs whose gradients make one step
+    # objective
     decay_gamma: float = 7.0  # weight of draft position k: exp(-(k - 1) / gamma)
+    dpace_alpha: float = 0.0  # above 0: weights by D-PACE instead, with this smoothing (0.5 is usual)
+    soft_share: float = 0.0  # how much of a label is the target's distribution instead of the answer's token
+    soft_temperature: float = 1.0  # of that distribution
     seed: int = 0
     # machine
     device: str = "auto"
@@ -71,9 +77,11 @@ FIXED = (
     "mask_token_id",
     "target_layer_ids",
     "sliding_window",
+    "causal_block",
     "rope_theta",
     "context_tokens",
     "anchors",
+    "accumulation",
     "max_length",
     "optimizer",
     "seed",
@@ -95,7 +103,11 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "warmup_steps": (0, 1e9),
     "weight_decay": (0, 1e2),
     "clip_norm": (1e-6, 1e6),
+    "accumulation": (1, 1e6),
     "decay_gamma": (1e-3, 1e6),
+    "dpace_alpha": (0, 1),
+    "soft_share": (0, 1),
+    "soft_temperature": (1e-3, 1e3),
     "seed": (0, 2**63),
     "feature_cache_gib": (0, 1e6),
     "log_every": (1, 1e9),
@@ -198,7 +210,7 @@ def resolve_drafter(config: TrainConfig, target: TargetSpec) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "is_causal": False,
+        "is_causal": config.causal_block,
         "layer_types": ["sliding_attention" if sliding else "full_attention"] * config.layers,
         "use_sliding_window": sliding,
         "sliding_window": config.sliding_window if sliding else None,

@@ -6,6 +6,7 @@ owns the model and its optimisers; everything else is passed in or derived from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from ddtree.models.target import TargetModel
 from ddtree.provenance import provenance
 from ddtree.training.acceptance import Acceptance, measure_example
 from ddtree.training.attention import TILE, BlockLayout, block_masks, draft_blocks
-from ddtree.training.capture import Features
+from ddtree.training.capture import Captured, Features
 from ddtree.training.checkpoint import (
     TrainState,
     model_tensors,
@@ -34,7 +35,7 @@ from ddtree.training.checkpoint import (
 )
 from ddtree.training.config import TrainConfig, check_resumable
 from ddtree.training.examples import Examples, Pack, pack_for_step, split_examples
-from ddtree.training.loss import decay_weights, draft_loss
+from ddtree.training.loss import Labels, Objective, draft_loss, loss_total
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
 from ddtree.training.parallel import Group
 
@@ -92,11 +93,15 @@ class Trainer:
         self._training = self._training.take(torch.arange(group.rank, len(self._training), group.size))
         self._tokens_T = examples.tokens_T.to(target.device)
         ids = self.model.spec.layer_ids
-        self._features = Features(target, self._training, ids, config.feature_cache_gib)
+        self._objective = Objective(
+            config.decay_gamma, config.dpace_alpha, config.soft_share, config.soft_temperature
+        )
+        self._features = Features(
+            target, self._training, ids, config.feature_cache_gib, with_hidden=config.soft_share > 0
+        )
         self._held_out_features = Features(target, self._held_out, ids, 0.0)
         self._optimizers = make_optimizers(self.model, config)
         self._draft = torch.compile(draft_blocks, dynamic=False) if config.compile else draft_blocks
-        self._weights_D = decay_weights(config.block_size, config.decay_gamma).to(target.device)
         self._fused = target.device.type == "cuda"
         rows = config.anchors * config.block_size
         if self._fused and (config.context_tokens % TILE or rows % TILE or TILE % config.block_size):
@@ -114,7 +119,7 @@ class Trainer:
         """Train to the end of the recipe; yields a report each `log_every` steps and after the last."""
         while self.step < self.config.steps:
             logged = (self.step + 1) % self.config.log_every == 0 or self.step + 1 == self.config.steps
-            report = self._train_step(self._pack(), logged)
+            report = self._train_step(logged)
             self.step += 1
             if report is not None:
                 yield report
@@ -155,45 +160,60 @@ class Trainer:
         check_resumable(self.config, state.recipe)
         self.step = state.step
 
-    def _pack(self) -> Pack:
+    def _pack(self, part: int) -> Pack:
+        """The pack of one part of this step, where gradients add up over several."""
         config = self.config
         return pack_for_step(
             self._training,
-            self.step,
+            self.step * config.accumulation + part,
             context_tokens=config.context_tokens,
             anchors=config.anchors,
             seed=config.seed,
             rank=self.group.rank,
         )
 
-    def _train_step(self, pack: Pack, logged: bool) -> StepReport | None:
+    def _train_step(self, logged: bool) -> StepReport | None:
         set_learning_rate(self._optimizers, learning_rate(self.config, self.step))
-        features_TF = self._features.of_pack(pack)
-        pack = pack.to(self._target.device)
-        labels_AD, weights_AD = self._labels(pack)
-        with self._arithmetic():
-            hidden_Abh = self._hidden(pack, features_TF)
-            head_Vh = self._vocabulary.head
-            loss, correct_AD = draft_loss(hidden_Abh, head_Vh, labels_AD, weights_AD)
-        loss.backward()
+        parts = [self._backward(self._pack(part)) for part in range(self.config.accumulation)]
         self.group.average_gradients(self.model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if not logged:
-            return None
-        seen_AD = weights_AD > 0
-        accuracy_D = (correct_AD & seen_AD).sum(0) / seen_AD.sum(0).clamp(min=1)
-        numbers = self.group.average(torch.cat([loss.detach()[None], accuracy_D])).tolist()
-        if not torch.isfinite(norm) or numbers[0] != numbers[0]:
+        return self._report(parts, norm) if logged else None
+
+    def _backward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+        """Add a pack's gradients. Returns its loss, and of each position how many labels were counted and ranked
+        first: [], [D], [D]."""
+        captured = self._features.of_pack(pack)
+        pack = pack.to(self._target.device)
+        labels = self._labels(pack, captured)
+        # Every process divides by the same number, so their mean is the loss of all blocks together.
+        total = self.group.average(loss_total(labels.counted_AD, self._objective.gamma))
+        with self._arithmetic():
+            hidden_Abh = self._hidden(pack, captured.features_TF)
+            head_Vh = self._vocabulary.head
+            loss, correct_AD = draft_loss(hidden_Abh, head_Vh, labels, self._objective, total)
+        (loss / self.config.accumulation).backward()
+        counted_AD = labels.counted_AD
+        return loss.detach(), counted_AD.sum(0), (correct_AD & counted_AD).sum(0)
+
+    def _report(self, parts: list[tuple[Tensor, Tensor, Tensor]], norm: Tensor) -> StepReport:
+        """What a step did, over all processes. DivergedError when that is no longer a number."""
+        loss, counted_D, correct_D = (torch.stack(columns) for columns in zip(*parts, strict=True))
+        sums = torch.cat([loss.mean()[None], counted_D.sum(0).float(), correct_D.sum(0).float()])
+        mean, *counts = self.group.average(sums).tolist()
+        if not torch.isfinite(norm) or not math.isfinite(mean):
             raise DivergedError(
                 f"step {self.step}: the loss or its gradient is not a number; lower learning_rate and resume from "
                 "the last checkpoint"
             )
-        rate = learning_rate(self.config, self.step)
-        blocks = int(pack.real_A.sum()) * self.group.size
-        return StepReport(self.step + 1, numbers[0], float(norm), rate, blocks, tuple(numbers[1:]))
+        depth = self.config.block_size - 1
+        accuracy = tuple(c / max(n, 1) for n, c in zip(counts[:depth], counts[depth:], strict=True))
+        blocks = round(counts[0] * self.group.size)  # a block that counts at all counts at its first position
+        return StepReport(
+            self.step + 1, mean, float(norm), learning_rate(self.config, self.step), blocks, accuracy
+        )
 
     def _hidden(self, pack: Pack, features_TF: Tensor) -> Tensor:
         block_size, anchors_A = self.config.block_size, pack.anchors_A
@@ -206,22 +226,24 @@ class Trainer:
         hidden_Mh = self._draft(self.model, features_TF, pack.positions_T, embedded_Mh, positions_M, masks)
         return hidden_Mh.view(-1, block_size, hidden_Mh.shape[-1])
 
-    def _labels(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """The tokens after each anchor and their weights; none past the end of the example or for padding."""
+    def _labels(self, pack: Pack, captured: Captured) -> Labels:
+        """The tokens after each anchor, and what the target thought of each; none past the end of the example, or
+        for padding."""
         depth = self.config.block_size - 1
         place_AD = pack.anchors_A[:, None] + 1 + torch.arange(depth, device=pack.anchors_A.device)
         inside_AD = place_AD < pack.source_T.numel()
         place_AD = place_AD.clamp(max=pack.source_T.numel() - 1)
         same_AD = pack.example_T[place_AD] == pack.example_T[pack.anchors_A][:, None]
         counted_AD = inside_AD & same_AD & pack.real_A[:, None]
-        return self._tokens_T[pack.source_T[place_AD]], torch.where(counted_AD, self._weights_D, 0.0)
+        teacher_ADh = captured.hidden_Th[place_AD - 1] if self._objective.soft_share else None
+        return Labels(self._tokens_T[pack.source_T[place_AD]], counted_AD, teacher_ADh)
 
     def _measure(self, index: int, budgets: tuple[int | None, ...]) -> dict[int | None, Acceptance]:
         examples = self._held_out
         start, end = int(examples.starts_E[index]), int(examples.ends_E[index])
         length = torch.arange(end - start)
         pack = Pack((index,), length + start, length, torch.zeros_like(length), length[:0], length[:0] > 0)
-        features_TF = self._held_out_features.of_pack(pack)
+        features_TF = self._held_out_features.of_pack(pack).features_TF
         tokens_T = examples.tokens_T[start:end].to(self._target.device)
         prompt = int(examples.prompts_E[index]) - start
         return measure_example(self.model, self._vocabulary, tokens_T, features_TF, prompt, budgets)
