@@ -262,3 +262,20 @@ def test_rows_past_the_capacity_leave_the_next_sequence_alone():
 def test_a_table_needs_a_slot_for_each_place():
     with pytest.raises(AssertionError, match="slot for each place"):
         SlotCache(SHAPE, torch.float32, CPU, torch.zeros(3, 9, dtype=torch.int64))
+
+
+def test_dropped_sequences_leave_the_others_as_they_were():
+    """What is kept moves to the front, cell for cell, and the bin stays out of everybody's way."""
+    cache, before = numbered(), numbered()
+    kept = torch.tensor([0, 2])
+    cache.drop_others(kept)
+    assert cache.shape.sequences == 2
+    for layer in range(SHAPE.layers):
+        for mine, theirs in zip(cache.read(layer, 7), before.read(layer, 7), strict=True):
+            assert torch.equal(mine, theirs[kept])
+    places = torch.tensor([[3], [4]])
+    cell = torch.full((2, 1, 2, 4), 5.0, dtype=torch.float64)
+    cache.write(0, cache.slots(places, torch.tensor([[True], [False]])), cell, -cell)
+    now, then = cache.read(0, SHAPE.capacity)[0], before.read(0, SHAPE.capacity)[0][kept].clone()
+    then[0, 3] = 5.0
+    assert torch.equal(now, then)

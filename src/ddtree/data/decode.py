@@ -1,4 +1,7 @@
-"""Plain decoding of many sequences at once, for making data: static cache, one batch until all have ended."""
+"""Plain decoding of many sequences at once, for making data: static cache, one batch until all have ended.
+
+Rows that have ended are dropped now and then, so a batch shrinks as it goes.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ __all__ = ["Decoded", "decode_batch", "decode_many"]
 # Spans grow in steps, so that shapes repeat.
 SPAN_STEP = 64
 PREFILL_TOKENS = 65536
+# How often it is looked which rows have ended, and how few must be left for the others to be dropped.
+CHECK_STEPS = 16
+WORTH_SHRINKING = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +77,27 @@ def decode_batch(
     cache = target.new_cache(len(prompts), _stepped(longest + max_tokens))
     stops = torch.tensor(list(stop_ids), device=device)
     tokens_R = _choose(_prefill(target, prompts, lengths_R, longest, cache), temperature, generator)
-    columns = [tokens_R]
+    said_RT = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
+    said_RT[:, 0] = tokens_R
+    member_R = torch.arange(len(prompts), device=device)  # which prompt each row of the batch continues
     live_R = ~torch.isin(tokens_R, stops)
-    words = chain_words(len(prompts), 1, device)
     for step in range(1, max_tokens):
-        if step % 16 == 0 and not live_R.any():  # a host read now and then, not at each step
-            break
+        if step % CHECK_STEPS == 0:  # a host read now and then, not at each step
+            left = int(live_R.sum())
+            if not left:
+                break
+            if left <= WORTH_SHRINKING * member_R.numel():
+                kept = live_R.nonzero()[:, 0]
+                cache.drop_others(kept)
+                tokens_R, lengths_R, member_R, live_R = (a[kept] for a in (tokens_R, lengths_R, member_R, live_R))
+        words = chain_words(member_R.numel(), 1, device)
         rows = Rows(tokens_R[:, None], lengths_R[:, None], lengths_R, words, _stepped(longest + step))
         hidden_R1h, _ = target(rows, cache)
         tokens_R = _choose(target.logits(hidden_R1h[:, 0]), temperature, generator)
         lengths_R = lengths_R + 1
-        columns.append(tokens_R)
+        said_RT[member_R, step] = tokens_R
         live_R = live_R & ~torch.isin(tokens_R, stops)
-    return [_cut(row, set(stop_ids)) for row in torch.stack(columns, dim=1).tolist()]
+    return [_cut(row, set(stop_ids)) for row in said_RT.tolist()]
 
 
 def _prefill(

@@ -7,7 +7,7 @@ Rows of a pass are written at places lengths_R[r] + n; `keep` then moves the acc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,18 @@ class SlotCache:
         target = self.slots(to_places_RP, real_RP).flatten()
         for pool in (self.keys, self.values):
             pool.index_copy_(1, target, pool.index_select(1, source))
+
+    def drop_others(self, sequences_R: Tensor) -> None:
+        """Keep some of the sequences alone, in ascending order; they become sequences 0, 1, ... of a smaller cache."""
+        assert self._table_RS is None, "sequences behind a table are dropped from the table"
+        capacity, count = self.shape.capacity, sequences_R.numel()
+        for pool in (self.keys, self.values):
+            for layer in pool:  # one at a time, so that what is kept exists twice for one layer only
+                whole = layer[: self._bin].view(self.shape.sequences, capacity, *layer.shape[1:])
+                whole[:count] = whole[sequences_R]
+        self.shape = replace(self.shape, sequences=count)
+        self._bin = count * capacity
+        self._first_R1 = self._first_R1[:count]
 
     def _gather(self, pool_SGd: Tensor, span: int) -> Tensor:
         shape = self.shape

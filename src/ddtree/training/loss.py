@@ -59,8 +59,8 @@ def dpace_weights(confidence_AD: Tensor, counted_AD: Tensor, alpha: float) -> Te
     """How much of the expected accepted length hangs on each position. float32 [A, D].
 
     confidence_AD: the drafter's probability of each label. The weight is the sum, over the depths from the
-    position on, of the chance that all labels up to there are drafted. alpha mixes each probability with 1, so that
-    a hopeless position does not silence those behind it.
+    position on, of the chance that all labels up to there are drafted. alpha mixes each probability with 1: a
+    hopeless position then does not silence those behind it.
     """
     smoothed_AD = torch.where(counted_AD, (1 - alpha) * confidence_AD.float() + alpha, 0.0)
     reached_AD = smoothed_AD.cumprod(dim=1)
