@@ -73,7 +73,7 @@ class SlotCache:
             pool.index_copy_(1, target, pool.index_select(1, source))
 
     def drop_others(self, sequences_R: Tensor) -> None:
-        """Keep some of the sequences alone, in ascending order; they become sequences 0, 1, ... of a smaller cache."""
+        """Keep some of the sequences alone, in ascending order, as sequences 0, 1, ... of a smaller cache."""
         assert self._table_RS is None, "sequences behind a table are dropped from the table"
         capacity, count = self.shape.capacity, sequences_R.numel()
         for pool in (self.keys, self.values):
