@@ -24,7 +24,7 @@ from ddtree.speculation.chooser import Chooser
 from ddtree.speculation.drafter import DFlashDrafter
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import RoundPlan
-from ddtree.speculation.protocols import Drafter, Lengths
+from ddtree.speculation.protocols import Drafter, Lengths, Proposal
 from ddtree.speculation.round import RoundOutcome, RoundState, run_round
 from ddtree.speculation.verifier import TargetVerifier
 from tests.checkpoints import chain_rows
@@ -63,13 +63,13 @@ class OracleDrafter:
         """Everything absorbed of sequence r so far, one row a position. [L, F]."""
         return torch.stack(self._absorbed[r])
 
-    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Tensor:
+    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Proposal:
         assert lengths.device_R.tolist() == list(lengths.host)
         known = tuple(len(rows) for rows in self._absorbed)
         assert known == lengths.host, f"features of {known} positions before anchors at {lengths.host}"
         self.anchors.append(tuple(anchors_R.tolist()))
         blocks = zip(self._logits, lengths.host, strict=True)
-        return torch.stack([logits_LV[n + 1 : n + block_size] for logits_LV, n in blocks])
+        return Proposal(torch.stack([logits_LV[n + 1 : n + block_size] for logits_LV, n in blocks]))
 
     def absorb(self, features_RPF: Tensor, lengths: Lengths, counts_R: Tensor) -> None:
         for r, (first, count) in enumerate(zip(lengths.host, counts_R.tolist(), strict=True)):

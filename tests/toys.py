@@ -6,6 +6,7 @@ import torch
 
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.drafter_spec import DrafterSpec
+from ddtree.models.edges import EdgeNet, EdgeTables
 from ddtree.models.rope import Rope
 from ddtree.models.spec import DecoderSpec, RopeSpec, TargetSpec
 from ddtree.models.target import TargetModel
@@ -98,3 +99,10 @@ def top_candidates(log_probs_RDV: torch.Tensor, count: int) -> Candidates:
 def random_tokens(count: int, seed: int, vocabulary: int = VOCABULARY) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocabulary, (count,), generator=generator).tolist()
+
+
+def toy_edges(vocabulary: DraftVocabulary, *, seed: int = 0, spread: float = 0.4) -> EdgeTables:
+    """A random edge correction, strong enough to reorder candidates."""
+    net = EdgeNet(vocabulary.embedding.shape[1], inner=16, rank=8).to(vocabulary.embedding.dtype)
+    randomise(net, seed, spread)
+    return EdgeTables(net, vocabulary.embedding)

@@ -20,7 +20,7 @@ from ddtree.speculation.noise import gumbel
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import fixed_plan
 from ddtree.speculation.processors import target_scores
-from ddtree.speculation.protocols import Lengths
+from ddtree.speculation.protocols import Lengths, Proposal
 from ddtree.tree import accept, spine_tree
 from tests.checkpoints import chain_rows
 from tests.drafters import plain_forward, stage
@@ -63,7 +63,7 @@ class Lookalike:
         self._table_VDV = table_VDV
 
     def propose(self, anchors_R, lengths, block_size):
-        return self._table_VDV[anchors_R][:, : block_size - 1]
+        return Proposal(self._table_VDV[anchors_R][:, : block_size - 1])
 
     def absorb(self, features_RPF, lengths, counts_R):
         assert features_RPF.shape[-1] == 0

@@ -26,7 +26,8 @@ from ddtree.speculation.drafter import DFlashDrafter
 from ddtree.speculation.noise import gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import RoundPlan, fixed_plan
-from ddtree.speculation.protocols import Lengths
+from ddtree.speculation.protocols import Lengths, Proposal
+from ddtree.tree import best_chain
 from tests.checkpoints import (
     drafter_tensors,
     plain_draft,
@@ -446,9 +447,9 @@ class Sure:
         self.absorb = oracle.absorb
 
     def propose(self, anchors_R, lengths, block_size):
-        logits_RDV = self._oracle.propose(anchors_R, lengths, block_size)
+        logits_RDV = self._oracle.propose(anchors_R, lengths, block_size).logits_RDV
         best_RD1 = logits_RDV.argmax(dim=-1, keepdim=True)
-        return (0.1 * logits_RDV.nan_to_num(neginf=-9)).scatter(2, best_RD1, 20.0)
+        return Proposal((0.1 * logits_RDV.nan_to_num(neginf=-9)).scatter(2, best_RD1, 20.0))
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
@@ -490,10 +491,10 @@ def test_ties_do_not_tell_the_chain_from_the_tree(temperature):
     draw = torch.Generator().manual_seed(3)
     for _ in range(10):
         logits = (3 * torch.randn(1, 64, 700, generator=draw)).bfloat16()
-        chain, _ = chooser.candidates(logits, history, lengths, 1)
+        chain, _ = best_chain(chooser.candidates(Proposal(logits), history, lengths, 1))
         for budget in BUDGETS:
-            tokens, _ = chooser.candidates(logits, history, lengths, budget)
-            assert torch.equal(tokens[..., :1], chain)
+            tokens, _ = best_chain(chooser.candidates(Proposal(logits), history, lengths, budget))
+            assert torch.equal(tokens, chain)
 
 
 def spied(verifier):
@@ -555,9 +556,9 @@ def test_drafts_are_those_of_a_plain_drafter_on_plain_features(tmp_path, monkeyp
     propose = DFlashDrafter.propose
 
     def watched(self, anchors_R, lengths, block_size):
-        logits = propose(self, anchors_R, lengths, block_size)
-        seen.append((int(anchors_R), lengths.host[0], block_size, logits[0]))
-        return logits
+        proposal = propose(self, anchors_R, lengths, block_size)
+        seen.append((int(anchors_R), lengths.host[0], block_size, proposal.logits_RDV[0]))
+        return proposal
 
     monkeypatch.setattr(DFlashDrafter, "propose", watched)
     engine = Engine(target, drafter, EngineConfig(mode="tree", budget=64, max_context=64), lambda tokens: "")

@@ -25,6 +25,7 @@ from ddtree.errors import ConfigError, RequestError, UnsupportedError
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
 from ddtree.speculation.plan import ALGORITHMS, LARGEST_BUDGET, FixedPolicy, fixed_plan
+from ddtree.speculation.protocols import Proposal
 from ddtree.speculation.verifier import TargetVerifier
 from tests.checkpoints import target_config, target_tensors, write_drafter, write_folder
 from tests.drafters import (
@@ -475,7 +476,7 @@ class Broken:
     def propose(self, anchors_R, lengths, block_size):
         logits_RDV = torch.randn(len(anchors_R), block_size - 1, VOCABULARY, dtype=torch.float64)
         logits_RDV[:, self.depths, self.tokens] = self.value
-        return logits_RDV
+        return Proposal(logits_RDV)
 
     def absorb(self, features_RPF, lengths, counts_R):
         pass

@@ -43,6 +43,7 @@ def export(
         read_json(folder / "config.json"),
         loaded.model,
         loaded.vocabulary,
+        edges=loaded.edges.net if loaded.edges else None,
         packed=storage == "int8",
         extra=card,
     )

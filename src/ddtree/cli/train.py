@@ -111,6 +111,7 @@ def _step_row(report: StepReport, spent_s: float) -> dict[str, Any]:
     return {
         "step": report.step,
         "loss": report.loss,
+        "edge_loss": report.edge_loss,
         "gradient_norm": report.gradient_norm,
         "learning_rate": report.rate,
         "accuracy": list(report.accuracy),

@@ -11,6 +11,7 @@ from torch import Tensor
 from ddtree.errors import CheckpointError
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.drafter_spec import DrafterSpec, read_drafter
+from ddtree.models.edges import EdgeTables, load_edges
 from ddtree.models.parity import check_parity
 from ddtree.models.spec import read_target
 from ddtree.models.target import TargetModel
@@ -22,10 +23,11 @@ __all__ = ["LoadedDrafter", "load_drafter", "load_target"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter's layers with the tables it embeds and predicts with."""
+    """A drafter's layers with the tables it embeds and predicts with, and its edge correction where it has one."""
 
     model: DFlashModel
     vocabulary: DraftVocabulary
+    edges: EdgeTables | None = None
 
 
 def load_target(
@@ -58,7 +60,9 @@ def load_drafter(
     dtype = dtype or target.dtype
     vocabulary = _vocabulary(spec, tensors, target, dtype, folder)
     assign(model, tensors, dtype, str(folder))
-    drafter = LoadedDrafter(model.to(target.device).eval(), vocabulary)
+    net = load_edges(folder, spec.decoder.hidden, dtype, target.device)
+    edges = EdgeTables(net, vocabulary.embedding[: target.spec.vocab_size]) if net is not None else None
+    drafter = LoadedDrafter(model.to(target.device).eval(), vocabulary, edges)
     check_parity(folder, drafter.model, drafter.vocabulary)
     return drafter
 

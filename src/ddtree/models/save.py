@@ -21,6 +21,7 @@ from torch import Tensor
 from ddtree.errors import StorageError
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.drafter_spec import INT8_METHOD
+from ddtree.models.edges import EdgeNet, save_edges
 from ddtree.models.parity import write_parity
 from ddtree.models.weights import SCALE_SUFFIX, named_apart
 
@@ -59,13 +60,14 @@ def save_drafter(
     model: DFlashModel,
     vocabulary: DraftVocabulary,
     *,
+    edges: EdgeNet | None = None,
     packed: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Write config.json, model.safetensors and parity.safetensors. packed: int8 rows with scales, half the size.
 
-    config: the drafter's config.json. extra: JSON files to write beside, by name. StorageError when the disk
-    says no; `folder` is then as it was.
+    config: the drafter's config.json. edges: its edge correction, written beside. extra: JSON files to write
+    beside, by name. StorageError when the disk says no; `folder` is then as it was.
     """
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     tensors = {name: t.detach().cpu() for name, t in named_apart(model.state_dict(), model.spec.decoder)}
@@ -85,6 +87,8 @@ def save_drafter(
     with new_folder(folder) as partial:
         save_file({n: t.contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"})
         write_parity(partial, model, vocabulary)
+        if edges is not None:
+            save_edges(partial, edges)
         for name, content in {"config.json": config, **(extra or {})}.items():
             (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

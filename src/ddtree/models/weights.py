@@ -19,6 +19,8 @@ from ddtree.models.spec import DecoderSpec
 
 __all__ = ["SCALE_SUFFIX", "assign", "named_apart", "read_tensors"]
 
+# Files beside a checkpoint's weights that have readers of their own.
+BESIDE = ("parity.safetensors", "edges.safetensors")
 # Our fused module -> the modules it is made of, in order.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -32,7 +34,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
     Tensors are mapped from the files, not copied. CheckpointError for no, truncated or damaged files.
     """
-    files = sorted(p for p in folder.glob("*.safetensors") if p.name != "parity.safetensors")
+    files = sorted(p for p in folder.glob("*.safetensors") if p.name not in BESIDE)
     if not files:
         pickled = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         hint = f"; {', '.join(pickled)} are pickles, which are never loaded" if pickled else ""

@@ -23,10 +23,13 @@ from ddtree.speculation.noise import NoiseRing, fresh_seed, gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.penalties import TokenCounts, count_tokens, node_paths
 from ddtree.speculation.processors import RowParams, draft_scores, row_params, target_scores
-from ddtree.speculation.protocols import Lengths
-from ddtree.tree import Accepted, DraftTree, accept
+from ddtree.speculation.protocols import Lengths, Proposal
+from ddtree.tree import Accepted, Candidates, DraftTree, accept, edge_candidates, factorised_candidates
 
 __all__ = ["Chooser", "History"]
+
+# Candidates of a position that edges choose among, even where only one is drafted.
+EDGE_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ class Chooser:
         self._rings = [NoiseRing(seed, vocab_size, horizon + 2, device) for seed in seeds]
         self._alone = [row_params([one], 1, device) for one in params]
         self._together: dict[int, RowParams] = {}  # by the rows of each sequence
+        # What a log-probability of the drafter is multiplied by on its way into a score.
+        sharpness = [1.0 if p.greedy else 1 / (p.temperature * (coupling or 1.0)) for p in params]
+        self._sharpness_R = torch.tensor(sharpness, dtype=torch.float32, device=device)
         self._sampled = any(not one.greedy for one in params)
         self._plain = all(one.plain_greedy for one in params)
         self._ends = [one.ends(eos_ids) for one in params]
@@ -106,14 +112,21 @@ class Chooser:
                 states[r] = self._advance(r, states[r], token)
         return History(counts, tuple(states))
 
-    def candidates(
-        self, logits_RDV: Tensor, history: History, lengths: Lengths, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """The best tokens of each drafted position and their log-probabilities, [R, D, K] each, descending.
+    def candidates(self, proposal: Proposal, history: History, lengths: Lengths, count: int) -> Candidates:
+        """The `count` best tokens of each drafted position, a few more where edges may raise them.
 
         The score is the drafter's under the request's own settings and, where it samples, coupled to the noise
         that the target will be judged with.
         """
+        if proposal.edges is None:
+            return factorised_candidates(*self._ranked(proposal.logits_RDV, history, lengths, count))
+        count = max(count, EDGE_CANDIDATES)
+        tokens_RDK, log_probs_RDK = self._ranked(proposal.logits_RDV, history, lengths, count)
+        edges_RDKK = proposal.edges(tokens_RDK) * self._sharpness_R[:, None, None, None]
+        return edge_candidates(tokens_RDK, log_probs_RDK, edges_RDKK)
+
+    def _ranked(self, logits_RDV: Tensor, history: History, lengths: Lengths, count: int) -> tuple[Tensor, Tensor]:
+        """The best tokens of each position by themselves and their log-probabilities, [R, D, K], descending."""
         if self._plain:
             log_probs_RDK, tokens_RDK = self._ops.top_log_probs(logits_RDV, count)
             return tokens_RDK, log_probs_RDK

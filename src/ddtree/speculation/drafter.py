@@ -8,7 +8,7 @@ from torch import Tensor
 from ddtree.models.block import block_rows, run_block
 from ddtree.models.cache import SlotCache
 from ddtree.models.load import LoadedDrafter
-from ddtree.speculation.protocols import Lengths
+from ddtree.speculation.protocols import Lengths, Proposal
 
 __all__ = ["DFlashDrafter"]
 
@@ -19,6 +19,7 @@ class DFlashDrafter:
     def __init__(self, drafter: LoadedDrafter, cache: SlotCache, vocab_size: int) -> None:
         self._model = drafter.model
         self._vocabulary = drafter.vocabulary
+        self._edges = drafter.edges
         self._cache = cache
         self._vocab_size = vocab_size
 
@@ -26,7 +27,7 @@ class DFlashDrafter:
     def feature_layers(self) -> tuple[int, ...]:
         return self._model.spec.layer_ids
 
-    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Tensor:
+    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Proposal:
         rows = block_rows(
             anchors_R,
             lengths.device_R,
@@ -34,8 +35,15 @@ class DFlashDrafter:
             self._model.spec.mask_token_id,
             lengths.longest + block_size,
         )
-        hidden_Rbh = run_block(self._model, self._vocabulary, rows, self._cache)
-        logits_RDC = self._vocabulary.logits(hidden_Rbh[:, 1:])
+        hidden_RDh = run_block(self._model, self._vocabulary, rows, self._cache)[:, 1:]
+        logits_RDV = self._over_target(self._vocabulary.logits(hidden_RDh))
+        tables = self._edges
+        if tables is None:
+            return Proposal(logits_RDV)
+        return Proposal(logits_RDV, lambda tokens_RDK: tables(anchors_R, tokens_RDK, hidden_RDh))
+
+    def _over_target(self, logits_RDC: Tensor) -> Tensor:
+        """Logits of the drafter's columns as logits of the target's tokens."""
         if self._vocabulary.target_ids is None:
             return logits_RDC
         # A reduced vocabulary: what it cannot name is never drafted.

@@ -6,6 +6,7 @@ into the next through them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ddtree.tree import Accepted, DraftTree
 
-__all__ = ["Drafter", "Lengths", "Verification", "Verifier"]
+__all__ = ["Drafter", "Lengths", "Proposal", "Verification", "Verifier"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,18 @@ class Verification:
     features_RNF: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafter's guess for the positions of a block. logits_RDV: over the target's vocabulary.
+
+    edges: from candidates tokens_RDK to what each parent adds to each child's log-probability, [R, D, K, K] as
+    `tree.edge_candidates` takes it; None when the positions are guessed independently of each other.
+    """
+
+    logits_RDV: Tensor
+    edges: Callable[[Tensor], Tensor] | None = None
+
+
 class Drafter(Protocol):
     """Proposes a distribution for each position of the block that follows an anchor."""
 
@@ -47,8 +60,8 @@ class Drafter(Protocol):
         """Target layers whose outputs it wants, in order."""
         ...
 
-    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Tensor:
-        """Logits of the block's masked positions over the target's vocabulary. [R, block_size - 1, V]."""
+    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Proposal:
+        """A guess for each of the block's D = block_size - 1 masked positions."""
         ...
 
     def absorb(self, features_RPF: Tensor, lengths: Lengths, counts_R: Tensor) -> None:

@@ -13,10 +13,10 @@ from ddtree.speculation.protocols import Drafter, Lengths, Verifier
 from ddtree.tree import (
     Accepted,
     DraftTree,
+    best_chain,
     build_tree,
     committed_tokens,
     cut,
-    factorised_candidates,
     spine_nodes,
     spine_tree,
     with_spine,
@@ -90,13 +90,12 @@ def _draft(
         root = spine_tree(anchors_R, nothing_RD, nothing_RD.float())
         return root, root.real_RN
     assert drafter is not None, "a mode that drafts blocks needs a drafter"
-    logits_RDV = drafter.propose(anchors_R, state.lengths, plan.block_size)
+    proposal = drafter.propose(anchors_R, state.lengths, plan.block_size)
     count = plan.budget if plan.capabilities.verifies_trees else 1
-    tokens_RDK, log_probs_RDK = chooser.candidates(logits_RDV, state.history, state.lengths, count)
+    candidates = chooser.candidates(proposal, state.history, state.lengths, count)
     if not plan.capabilities.verifies_trees:
-        chain = spine_tree(anchors_R, tokens_RDK[..., 0], log_probs_RDK[..., 0])
+        chain = spine_tree(anchors_R, *best_chain(candidates))
         return chain, chain.real_RN
-    candidates = factorised_candidates(tokens_RDK, log_probs_RDK)
     tree = build_tree(candidates, anchors_R, plan.budget)
     if plan.capabilities.commits_spine_only:
         tree = with_spine(tree, candidates)

@@ -14,11 +14,21 @@ from torch import Tensor
 
 from ddtree.models.block import block_tokens
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
+from ddtree.models.load import LoadedDrafter
 from ddtree.ops import reference_ops
+from ddtree.speculation.chooser import EDGE_CANDIDATES
 from ddtree.training.attention import BlockLayout, block_masks, draft_blocks
-from ddtree.tree import accept, build_tree, factorised_candidates, spine_tree
+from ddtree.tree import (
+    Candidates,
+    accept,
+    best_chain,
+    build_tree,
+    edge_candidates,
+    factorised_candidates,
+    spine_tree,
+)
 
-__all__ = ["Acceptance", "accepted_steps", "measure_example", "walk_rounds"]
+__all__ = ["Acceptance", "accepted_steps", "measure_example", "offer", "rank_tokens", "walk_rounds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +46,17 @@ class Acceptance:
         return Acceptance(self.tokens + other.tokens, self.rounds + other.rounds)
 
 
-def accepted_steps(logits_ADV: Tensor, labels_AD: Tensor, budget: int | None) -> Tensor:
+def accepted_steps(candidates: Candidates, labels_AD: Tensor, budget: int | None) -> Tensor:
     """How many tokens a round at each anchor commits (accepted nodes and the bonus). int64 [A].
 
-    labels_AD: what the target says at each depth; -1 past the end is never accepted. budget None is the chain.
+    candidates: the drafter's. labels_AD: what the target says at each depth; -1 past the end is never accepted.
+    budget None is the chain.
     """
-    top = 1 if budget is None else min(budget, logits_ADV.shape[-1])
-    log_probs_ADK, tokens_ADK = reference_ops().top_log_probs(logits_ADV, top)
-    anchors_A = torch.zeros(logits_ADV.shape[0], dtype=torch.int64, device=logits_ADV.device)
+    anchors_A = torch.zeros_like(labels_AD[:, 0])
     if budget is None:
-        tree = spine_tree(anchors_A, tokens_ADK[..., 0], log_probs_ADK[..., 0])
+        tree = spine_tree(anchors_A, *best_chain(candidates))
     else:
-        tree = build_tree(factorised_candidates(tokens_ADK, log_probs_ADK), anchors_A, budget)
+        tree = build_tree(candidates, anchors_A, budget)
     # A node on the answer's own path is judged by the answer's next token; no other node can be accepted.
     padded_AP = torch.cat([labels_AD, labels_AD.new_full((labels_AD.shape[0], 1), -1)], dim=1)
     return accept(tree, padded_AP.gather(1, tree.depths_RN)).lengths_R
@@ -64,8 +73,7 @@ def walk_rounds(steps: list[int]) -> Acceptance:
 
 @torch.no_grad()
 def measure_example(
-    model: DFlashModel,
-    vocabulary: DraftVocabulary,
+    drafter: LoadedDrafter,
     tokens_T: Tensor,
     features_TF: Tensor,
     prompt: int,
@@ -73,7 +81,7 @@ def measure_example(
     anchors_per_pass: int = 128,
 ) -> dict[int | None, Acceptance]:
     """Acceptance on one example for each budget (None: the chain). prompt: place of the first answer token."""
-    block_size = model.spec.block_size
+    block_size = drafter.model.spec.block_size
     length, device = tokens_T.numel(), tokens_T.device
     offset_b = torch.arange(block_size, device=device)
     steps: dict[int | None, list[int]] = {budget: [] for budget in budgets}
@@ -81,11 +89,30 @@ def measure_example(
     for anchors_A in anchors.split(anchors_per_pass):
         place_AD = anchors_A[:, None] + offset_b[1:]
         labels_AD = torch.where(place_AD < length, tokens_T[place_AD.clamp(max=length - 1)], -1)
-        hidden_ADh = _hidden(model, vocabulary, tokens_T, features_TF, anchors_A)[:, 1:]
-        logits_ADV = vocabulary.logits(hidden_ADh.to(vocabulary.head.dtype))
+        hidden_ADh = _hidden(drafter.model, drafter.vocabulary, tokens_T, features_TF, anchors_A)[:, 1:]
+        ranked = rank_tokens(drafter, hidden_ADh, max(budget or 1 for budget in budgets))
         for budget in budgets:
-            steps[budget] += accepted_steps(logits_ADV, labels_AD, budget).tolist()
+            candidates = offer(drafter, ranked, hidden_ADh, tokens_T[anchors_A], budget or 1)
+            steps[budget] += accepted_steps(candidates, labels_AD, budget).tolist()
     return {budget: walk_rounds(found) for budget, found in steps.items()}
+
+
+def rank_tokens(drafter: LoadedDrafter, hidden_ADh: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best tokens of each masked position and their log-probabilities, [A, D, K] each: at least `count`, or as
+    many as the edges choose among."""
+    logits_ADV = drafter.vocabulary.logits(hidden_ADh.to(drafter.vocabulary.head.dtype))
+    log_probs_ADK, columns_ADK = reference_ops().top_log_probs(logits_ADV, max(count, EDGE_CANDIDATES))
+    return drafter.vocabulary.tokens(columns_ADK), log_probs_ADK
+
+
+def offer(
+    drafter: LoadedDrafter, ranked: tuple[Tensor, Tensor], hidden_ADh: Tensor, anchors_A: Tensor, count: int
+) -> Candidates:
+    """What a greedy round that wants `count` candidates would build its tree from. ranked: of `rank_tokens`."""
+    if drafter.edges is None:
+        return factorised_candidates(*(column[..., :count] for column in ranked))
+    tokens_ADK, log_probs_ADK = (column[..., : max(count, EDGE_CANDIDATES)] for column in ranked)
+    return edge_candidates(tokens_ADK, log_probs_ADK, drafter.edges(anchors_A, tokens_ADK, hidden_ADh))
 
 
 def _hidden(

@@ -54,6 +54,9 @@ class TrainConfig:
     dpace_alpha: float = 0.0  # above 0: weights by D-PACE instead, with this smoothing (0.5 is usual)
     soft_share: float = 0.0  # how much of a label is the target's distribution instead of the answer's token
     soft_temperature: float = 1.0  # of that distribution
+    edge_rank: int = 0  # rank of the edge correction; 0: none
+    edge_inner: int = 256  # width of its net
+    edge_blocks: int = 512  # blocks of a step that it learns from
     seed: int = 0
     # machine
     device: str = "auto"
@@ -79,6 +82,9 @@ FIXED = (
     "sliding_window",
     "causal_block",
     "rope_theta",
+    "edge_rank",
+    "edge_inner",
+    "edge_blocks",
     "context_tokens",
     "anchors",
     "accumulation",
@@ -108,6 +114,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "dpace_alpha": (0, 1),
     "soft_share": (0, 1),
     "soft_temperature": (1e-3, 1e3),
+    "edge_rank": (0, 1e5),
+    "edge_inner": (1, 1e5),
+    "edge_blocks": (1, 1e7),
     "seed": (0, 2**63),
     "feature_cache_gib": (0, 1e6),
     "log_every": (1, 1e9),

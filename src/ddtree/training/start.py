@@ -9,11 +9,12 @@ import torch
 
 from ddtree.models.dflash import DFlashModel
 from ddtree.models.drafter_spec import parse_drafter
+from ddtree.models.edges import EdgeNet
 from ddtree.models.target import TargetModel
 from ddtree.models.weights import assign, read_tensors
 from ddtree.training.config import TrainConfig, resolve_drafter
 
-__all__ = ["load_weights", "new_drafter", "resolve_device", "resolve_dtype"]
+__all__ = ["load_weights", "new_drafter", "new_edges", "resolve_device", "resolve_dtype"]
 
 INITIAL_SPREAD = 0.02
 
@@ -47,6 +48,19 @@ def new_drafter(config: TrainConfig, target: TargetModel) -> tuple[dict[str, Any
             torch.nn.init.normal_(parameter, std=spread, generator=generator)
     masters = torch.float64 if target.dtype == torch.float64 else torch.float32
     return content, model.to(target.device, masters).train()
+
+
+def new_edges(config: TrainConfig, target: TargetModel) -> EdgeNet | None:
+    """A fresh edge net that adds nothing yet, in the masters' dtype; None when the recipe has none."""
+    if not config.edge_rank:
+        return None
+    net = EdgeNet(target.spec.decoder.hidden, config.edge_inner, config.edge_rank)
+    generator = torch.Generator().manual_seed(config.seed)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
+    torch.nn.init.zeros_(net.mix.weight)
+    masters = torch.float64 if target.dtype == torch.float64 else torch.float32
+    return net.to(target.device, masters).train()
 
 
 def load_weights(model: DFlashModel, folder: Path) -> None:

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddtree.errors import ConfigError, DataError, DivergedError
 from ddtree.models.block import block_tokens
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
+from ddtree.models.edges import EdgeTables
+from ddtree.models.load import LoadedDrafter
 from ddtree.models.save import save_drafter
 from ddtree.models.target import TargetModel
 from ddtree.provenance import provenance
@@ -34,20 +36,24 @@ from ddtree.training.checkpoint import (
     write_state,
 )
 from ddtree.training.config import TrainConfig, check_resumable
+from ddtree.training.edges import edge_loss
 from ddtree.training.examples import Examples, Pack, pack_for_step, split_examples
 from ddtree.training.loss import Labels, Objective, draft_loss, loss_total
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
 from ddtree.training.parallel import Group
+from ddtree.training.start import new_edges
 
 __all__ = ["StepReport", "Trainer", "ValidationReport"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step as logged: loss, gradient norm, rate, blocks drafted, and top-1 accuracy of the first positions."""
+    """One step as logged: loss, the edges' own (0 without any), gradient norm, rate, blocks drafted, and top-1
+    accuracy of each position."""
 
     step: int
     loss: float
+    edge_loss: float
     gradient_norm: float
     rate: float
     blocks: int
@@ -79,6 +85,10 @@ class Trainer:
         self.group = group
         self.step = 0
         self.drafter_config, self.model = drafter
+        self.edges = new_edges(config, target)
+        self._trained = nn.ModuleDict({"drafter": self.model})
+        if self.edges is not None:
+            self._trained["edges"] = self.edges
         self._target = target
         self._vocabulary = DraftVocabulary(
             target.embed_tokens.weight, target.lm_head.weight, target.spec.vocab_size
@@ -100,7 +110,7 @@ class Trainer:
             target, self._training, ids, config.feature_cache_gib, with_hidden=config.soft_share > 0
         )
         self._held_out_features = Features(target, self._held_out, ids, 0.0)
-        self._optimizers = make_optimizers(self.model, config)
+        self._optimizers = make_optimizers(self._trained, config)
         self._draft = torch.compile(draft_blocks, dynamic=False) if config.compile else draft_blocks
         self._fused = target.device.type == "cuda"
         rows = config.anchors * config.block_size
@@ -128,9 +138,10 @@ class Trainer:
         """Acceptance of chain and tree on the held-out examples, shared out among the processes."""
         budget = self.config.budget
         found = {None: Acceptance(0, 0), budget: Acceptance(0, 0)}
+        tables = None if self.edges is None else EdgeTables(self.edges, self._vocabulary.embedding)
         with self._arithmetic():
             for index in range(self.group.rank, len(self._held_out), self.group.size):
-                for key, value in self._measure(index, (None, budget)).items():
+                for key, value in self._measure(index, (None, budget), tables).items():
                     found[key] = found[key] + value
         counts = torch.tensor(
             [[a.tokens, a.rounds] for a in (found[None], found[budget])],
@@ -146,8 +157,8 @@ class Trainer:
         if self.group.leads:
             recipe = asdict(self.config)
             card = {"training.json": {"recipe": _public(recipe), "step": self.step, **provenance()}}
-            save_drafter(folder, self.drafter_config, self.model, self._vocabulary, extra=card)
-            tensors = model_tensors(self.model) | optimizer_tensors(self._optimizers)
+            save_drafter(folder, self.drafter_config, self.model, self._vocabulary, edges=self.edges, extra=card)
+            tensors = model_tensors(self._trained) | optimizer_tensors(self._optimizers)
             write_state(folder / "state", TrainState(self.step, recipe, tensors))
             prune(run)
         self.group.wait()
@@ -156,7 +167,7 @@ class Trainer:
     def resume(self, state: TrainState) -> None:
         """Go on from a state: the next step's loss is the one an unbroken run would have had. ConfigError when the
         recipe is for another drafter or other data than the run began with."""
-        restore(state, self.model, self._optimizers)
+        restore(state, self._trained, self._optimizers)
         check_resumable(self.config, state.recipe)
         self.step = state.step
 
@@ -175,16 +186,19 @@ class Trainer:
     def _train_step(self, logged: bool) -> StepReport | None:
         set_learning_rate(self._optimizers, learning_rate(self.config, self.step))
         parts = [self._backward(self._pack(part)) for part in range(self.config.accumulation)]
-        self.group.average_gradients(self.model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        self.group.average_gradients(self._trained.parameters())
+        norm, *_ = [
+            nn.utils.clip_grad_norm_(module.parameters(), self.config.clip_norm)
+            for module in self._trained.values()
+        ]
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return self._report(parts, norm) if logged else None
 
     def _backward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a pack's gradients. Returns its loss, and of each position how many labels were counted and ranked
-        first: [], [D], [D]."""
+        """Add a pack's gradients. Returns the losses of drafter and edges, and of each position how many labels
+        counted and ranked first: [2], [D], [D]."""
         captured = self._features.of_pack(pack)
         pack = pack.to(self._target.device)
         labels = self._labels(pack, captured)
@@ -194,16 +208,27 @@ class Trainer:
             hidden_Abh = self._hidden(pack, captured.features_TF)
             head_Vh = self._vocabulary.head
             loss, correct_AD = draft_loss(hidden_Abh, head_Vh, labels, self._objective, total)
-        (loss / self.config.accumulation).backward()
+            losses_2 = torch.stack([loss, self._edge_loss(pack, hidden_Abh, labels)])
+        (losses_2.sum() / self.config.accumulation).backward()
         counted_AD = labels.counted_AD
-        return loss.detach(), counted_AD.sum(0), (correct_AD & counted_AD).sum(0)
+        return losses_2.detach(), counted_AD.sum(0), (correct_AD & counted_AD).sum(0)
+
+    def _edge_loss(self, pack: Pack, hidden_Abh: Tensor, labels: Labels) -> Tensor:
+        """The edges' own loss on some of the blocks, evenly spread; 0 without edges."""
+        if self.edges is None:
+            return hidden_Abh.new_zeros((), dtype=torch.float32)
+        some = slice(None, None, max(hidden_Abh.shape[0] // self.config.edge_blocks, 1))
+        anchors_A = self._tokens_T[pack.source_T[pack.anchors_A[some]]]
+        labels = Labels(labels.tokens_AD[some], labels.counted_AD[some])
+        gamma = self._objective.gamma
+        return edge_loss(self.edges, self._vocabulary, hidden_Abh[some], anchors_A, labels, gamma)
 
     def _report(self, parts: list[tuple[Tensor, Tensor, Tensor]], norm: Tensor) -> StepReport:
         """What a step did, over all processes. DivergedError when that is no longer a number."""
-        loss, counted_D, correct_D = (torch.stack(columns) for columns in zip(*parts, strict=True))
-        sums = torch.cat([loss.mean()[None], counted_D.sum(0).float(), correct_D.sum(0).float()])
-        mean, *counts = self.group.average(sums).tolist()
-        if not torch.isfinite(norm) or not math.isfinite(mean):
+        losses_2, counted_D, correct_D = (torch.stack(columns) for columns in zip(*parts, strict=True))
+        sums = torch.cat([losses_2.mean(0), counted_D.sum(0).float(), correct_D.sum(0).float()])
+        loss, edge, *counts = self.group.average(sums).tolist()
+        if not torch.isfinite(norm) or not math.isfinite(loss + edge):
             raise DivergedError(
                 f"step {self.step}: the loss or its gradient is not a number; lower learning_rate and resume from "
                 "the last checkpoint"
@@ -211,9 +236,8 @@ class Trainer:
         depth = self.config.block_size - 1
         accuracy = tuple(c / max(n, 1) for n, c in zip(counts[:depth], counts[depth:], strict=True))
         blocks = round(counts[0] * self.group.size)  # a block that counts at all counts at its first position
-        return StepReport(
-            self.step + 1, mean, float(norm), learning_rate(self.config, self.step), blocks, accuracy
-        )
+        rate = learning_rate(self.config, self.step)
+        return StepReport(self.step + 1, loss, edge, float(norm), rate, blocks, accuracy)
 
     def _hidden(self, pack: Pack, features_TF: Tensor) -> Tensor:
         block_size, anchors_A = self.config.block_size, pack.anchors_A
@@ -238,7 +262,9 @@ class Trainer:
         teacher_ADh = captured.hidden_Th[place_AD - 1] if self._objective.soft_share else None
         return Labels(self._tokens_T[pack.source_T[place_AD]], counted_AD, teacher_ADh)
 
-    def _measure(self, index: int, budgets: tuple[int | None, ...]) -> dict[int | None, Acceptance]:
+    def _measure(
+        self, index: int, budgets: tuple[int | None, ...], edges: EdgeTables | None
+    ) -> dict[int | None, Acceptance]:
         examples = self._held_out
         start, end = int(examples.starts_E[index]), int(examples.ends_E[index])
         length = torch.arange(end - start)
@@ -246,7 +272,8 @@ class Trainer:
         features_TF = self._held_out_features.of_pack(pack).features_TF
         tokens_T = examples.tokens_T[start:end].to(self._target.device)
         prompt = int(examples.prompts_E[index]) - start
-        return measure_example(self.model, self._vocabulary, tokens_T, features_TF, prompt, budgets)
+        drafter = LoadedDrafter(self.model, self._vocabulary, edges)
+        return measure_example(drafter, tokens_T, features_TF, prompt, budgets)
 
     def _arithmetic(self) -> AbstractContextManager[Any]:
         """The forward pass in the target's dtype, when that is not the masters'."""

@@ -11,7 +11,7 @@ from ddtree.tree.layout import (
     unpack_words,
     word_count,
 )
-from ddtree.tree.spine import spine_nodes, spine_tree, with_spine
+from ddtree.tree.spine import best_chain, spine_nodes, spine_tree, with_spine
 from ddtree.tree.structure import DraftTree, check_tree, row_bucket
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "DraftTree",
     "accept",
     "ancestor_words",
+    "best_chain",
     "build_reference",
     "build_tree",
     "chain_words",

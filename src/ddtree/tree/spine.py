@@ -12,7 +12,7 @@ from torch import Tensor
 from ddtree.tree.candidates import Candidates
 from ddtree.tree.structure import DraftTree
 
-__all__ = ["spine_nodes", "spine_tree", "with_spine"]
+__all__ = ["best_chain", "spine_nodes", "spine_tree", "with_spine"]
 
 
 def spine_tree(anchors_R: Tensor, tokens_RD: Tensor, log_probs_RD: Tensor) -> DraftTree:
@@ -40,6 +40,17 @@ def spine_tree(anchors_R: Tensor, tokens_RD: Tensor, log_probs_RD: Tensor) -> Dr
     )
 
 
+def best_chain(candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """The best candidate of each depth after the best of the depth before: tokens_RD, log_probs_RD."""
+    state_R1 = candidates.tokens_RDSK.new_zeros(candidates.tokens_RDSK.shape[0], 1)
+    tokens, log_probs = [state_R1[:, :0]], [candidates.log_probs_RDSK.new_zeros(state_R1.shape[0], 0)]
+    for depth in range(candidates.depth):
+        tokens.append(candidates.tokens_RDSK[:, depth, :, 0].gather(1, state_R1))
+        log_probs.append(candidates.log_probs_RDSK[:, depth, :, 0].gather(1, state_R1))
+        state_R1 = candidates.states_RDSK[:, depth, :, 0].gather(1, state_R1)
+    return torch.cat(tokens, dim=1), torch.cat(log_probs, dim=1)
+
+
 def with_spine(tree: DraftTree, candidates: Candidates) -> DraftTree:
     """The tree joined with the drafter's chain: missing spine nodes are appended, deepest last.
 
@@ -47,7 +58,7 @@ def with_spine(tree: DraftTree, candidates: Candidates) -> DraftTree:
     """
     sequences, rows = tree.tokens_RN.shape
     device = tree.tokens_RN.device
-    chain_tokens_RD, chain_scores_RD = _chain(candidates)
+    chain_tokens_RD, chain_scores_RD = best_chain(candidates)
     sizes_R, last_R = tree.sizes_R, torch.zeros_like(tree.sizes_R)
     grown = [
         torch.cat([a_RN, torch.full((sequences, tree.horizon), fill, dtype=a_RN.dtype, device=device)], dim=1)
@@ -81,7 +92,7 @@ def with_spine(tree: DraftTree, candidates: Candidates) -> DraftTree:
 
 def spine_nodes(tree: DraftTree, candidates: Candidates) -> Tensor:
     """Which nodes of the tree lie on the drafter's chain, the root included. bool [R, N]."""
-    chain_tokens_RD, _ = _chain(candidates)
+    chain_tokens_RD, _ = best_chain(candidates)
     padded_RP = torch.cat([tree.tokens_RN[:, :1], chain_tokens_RD], dim=1)
     expected_RN = padded_RP.gather(1, tree.depths_RN)
     on_RN = (tree.tokens_RN == expected_RN) & tree.real_RN
@@ -91,14 +102,3 @@ def spine_nodes(tree: DraftTree, candidates: Candidates) -> Tensor:
         jump_RN = jump_RN.gather(1, jump_RN)
         reach *= 2
     return on_RN
-
-
-def _chain(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """The best candidate of each depth after the best of the depth before: tokens, log-probabilities."""
-    state_R1 = candidates.tokens_RDSK.new_zeros(candidates.tokens_RDSK.shape[0], 1)
-    tokens, log_probs = [state_R1[:, :0]], [candidates.log_probs_RDSK.new_zeros(state_R1.shape[0], 0)]
-    for depth in range(candidates.depth):
-        tokens.append(candidates.tokens_RDSK[:, depth, :, 0].gather(1, state_R1))
-        log_probs.append(candidates.log_probs_RDSK[:, depth, :, 0].gather(1, state_R1))
-        state_R1 = candidates.states_RDSK[:, depth, :, 0].gather(1, state_R1)
-    return torch.cat(tokens, dim=1), torch.cat(log_probs, dim=1)
