@@ -46,7 +46,7 @@ class EdgeTables:
     def __init__(self, net: EdgeNet, embedding_Vh: Tensor) -> None:
         self.net = net
         with torch.inference_mode():
-            even_Vh = _even(embedding_Vh)
+            even_Vh = _even(embedding_Vh).to(net.mix.weight.dtype)
             self._parents_Vi = net.parent(even_Vh)
             self._children_Vr = net.child(even_Vh)
 
@@ -56,6 +56,7 @@ class EdgeTables:
         first_R1K = anchors_R[:, None, None].expand(-1, 1, tokens_RDK.shape[2])
         before_RDK = torch.cat([first_R1K, tokens_RDK[:, :-1]], dim=1)
         parents_RDKi, children_RDKr = self._parents_Vi[before_RDK], self._children_Vr[tokens_RDK]
+        state_RDh = state_RDh.to(self.net.mix.weight.dtype)
         return score_edges(self.net, parents_RDKi, state_RDh, children_RDKr).float()
 
 
