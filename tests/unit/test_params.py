@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 import subprocess
 import sys
 
@@ -178,6 +180,17 @@ def test_equal_requests_are_equal_and_can_be_changed_into_others():
     assert hash(one) == hash(two)
     warmer = dataclasses.replace(one, temperature=2.0, seed=-1)
     assert (warmer.temperature, warmer.logit_bias, warmer.seed) == (2.0, {3: 1.0}, 2**64 - 1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"logit_bias": {3: -1.5, 0: 2}, "stop": "a", "temperature": 0.5}])
+def test_other_processes_can_be_sent_a_request(settings):
+    params = SamplingParams(**settings)
+    for other in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params)):
+        assert other == params
+        with pytest.raises(TypeError):
+            other.logit_bias[5] = 1.0
+    assert SamplingParams(**dataclasses.asdict(params)) == params
+    assert repr(params) == repr(pickle.loads(pickle.dumps(params)))
 
 
 def test_vocabulary():

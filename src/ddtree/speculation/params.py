@@ -7,9 +7,8 @@ honour; whoever speaks a narrower dialect (a server's API) narrows them there.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ddtree.errors import RequestError
@@ -44,6 +43,27 @@ class Constraint(Protocol):
     def advance(self, state: Hashable, token: int) -> Hashable:
         """The state after an allowed token. `state` itself stays valid."""
         ...
+
+
+class _Shifts(Mapping[int, float]):
+    """A mapping that nobody changes and that, unlike a MappingProxyType, other processes can be sent."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self._values = values
+
+    def __getitem__(self, token: int) -> float:
+        return self._values[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +176,7 @@ def _bias(value: Any) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers: got {type(value).__name__}")
     mend = "give the tokenizer's id"
-    return MappingProxyType(
+    return _Shifts(
         {
             _integer("a token id in logit_bias", token, 0, LARGEST_INT, mend): _number(
                 f"logit_bias[{token}]", shift, -LARGEST, LARGEST, f"-{LARGEST:g} bans a token for good"
