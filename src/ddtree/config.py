@@ -13,22 +13,28 @@ from typing import Any
 
 from ddtree.errors import CheckpointError, DDTreeError
 
-__all__ = ["Fields", "read_json"]
+__all__ = ["Fields", "read_json", "read_text"]
+
+
+def read_text(path: Path, error: type[DDTreeError], wanted: str) -> str:
+    """The text of a file, or an error that says what is wanted instead. Bytes that are no UTF-8 are the caller's
+    to report, as a UnicodeDecodeError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"{path}: no such file; {wanted}") from None
+    except IsADirectoryError:
+        raise error(f"{path}: is a folder; {wanted}") from None
+    except OSError as found:
+        raise error(f"{path}: cannot be read ({found.strerror}); mend the file or its permissions") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; CheckpointError when it is absent, unreadable or no object."""
+    wanted = "a model folder holds config.json, tokenizer files and *.safetensors"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: no such file; a model folder holds config.json, tokenizer files and *.safetensors"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror}); mend the file or its permissions"
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = json.loads(read_text(path, CheckpointError, wanted))
+    except ValueError as error:  # not UTF-8, not JSON, or a number too long to read
         raise CheckpointError(f"{path}: not valid JSON ({error}); fetch the file again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(content).__name__}; an object is needed")

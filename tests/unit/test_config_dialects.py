@@ -137,6 +137,8 @@ SAME_ROPE = {
     "both spellings": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "base at the top": {"rope_parameters": {"rope_type": "default"}},
     "null scaling": {"rope_scaling": None},
+    "both sections": {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 10000.0}},
+    "an empty section": {"rope_scaling": {}, "rope_parameters": {"rope_type": "default"}},
     "whole number": {"rope_theta": 10000},
     "one entry a layer type": with_rope(
         rope_parameters={
@@ -165,10 +167,14 @@ def test_spellings_of_scaled_rope_agree(tmp_path):
         "old": {"rope_scaling": {"type": "yarn", **YARN}},
         "between": {"rope_scaling": {"rope_type": "yarn", **YARN}},
         "new": with_rope(rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, **YARN}),
+        "both": with_rope(
+            rope_scaling={"type": "yarn", **YARN},
+            rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, **YARN},
+        ),
     }
-    old, between, new = (logits(write_drafter(tmp_path / name, **s)) for name, s in spellings.items())
-    close(old, between)
-    close(old, new)
+    old, *others = (logits(write_drafter(tmp_path / name, **s)) for name, s in spellings.items())
+    for other in others:
+        close(old, other)
     assert not torch.allclose(old, logits(write_drafter(tmp_path / "plain")), atol=1e-3)
 
 
@@ -181,6 +187,24 @@ def test_linear_scaling_stretches_positions(tmp_path):
 
 
 BAD_ROPES = {
+    "two scalings": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e4}},
+        CheckpointError,
+        "rope_scaling says .*'linear'.* but rope_parameters says .*'default'.*keep one",
+    ),
+    "two factors": (
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+        },
+        CheckpointError,
+        r"rope_scaling says .*2\.0.* but rope_parameters says .*4\.0",
+    ),
+    "two bases in sections": (
+        with_rope(rope_scaling={"rope_theta": 1e4}, rope_parameters={"rope_theta": 1e6}),
+        CheckpointError,
+        "rope_scaling says",
+    ),
     "two bases": ({"rope_parameters": {"rope_theta": 500.0}}, CheckpointError, "rope_theta says 10000 .* 500"),
     "no base": (with_rope(), CheckpointError, "rope_theta is missing"),
     "no base inside": (
@@ -504,6 +528,7 @@ FOREIGN = {
     },
     "LlamaForCausalLMEagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
     "MLA attention": {"attention_mode": "mla"},
+    "SPARSE attention": {"attention_mode": "sparse"},
     "MLA attention by its rank": {"kv_lora_rank": 512},
     "mixture-of-experts": {"num_experts": 64},
     "mixture-of-experts by its local experts": {"num_local_experts": 8},
@@ -529,7 +554,14 @@ def test_marks_of_other_families_are_seen_when_nested(tmp_path, key, value):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_experts": 0}, {"projector_type": "none"}, {"attention_sink_bias": False}, {"architectures": None}],
+    [
+        {"num_experts": 0},
+        {"projector_type": "none"},
+        {"attention_sink_bias": False},
+        {"architectures": None},
+        {"attention_mode": "gqa"},
+        {"nested": {"attention_mode": "mha"}},
+    ],
 )
 def test_marks_that_are_switched_off_do_not_matter(tmp_path, changes):
     close(logits(write_drafter(tmp_path, **changes)), plain(toy_target()))
@@ -814,7 +846,7 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path):
     folder = write_drafter(tmp_path)
     (folder / "config.json").unlink()
     (folder / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"config.json: cannot be read \(Is a directory\)"):
+    with pytest.raises(CheckpointError, match=r"config.json: is a folder; a model folder holds"):
         load_drafter(folder, toy_target())
 
 
@@ -995,6 +1027,8 @@ def test_ends_of_sequence_come_from_both_files(tmp_path):
     folder = write_folder(tmp_path, target_config(target, eos_token_id=5, pad_token_id=9), target_tensors(target))
     assert read_target(folder).eos_ids == (5,)
     assert read_target(folder).pad_id == 9
+    unpadded = target_config(target, eos_token_id=5, pad_token_id=-1)
+    assert read_target(write_folder(tmp_path / "unpadded", unpadded, {})).pad_id is None
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 12]}))
     assert read_target(folder).eos_ids == (5, 7, 12)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 99}))
@@ -1003,6 +1037,7 @@ def test_ends_of_sequence_come_from_both_files(tmp_path):
 
 
 BAD_TARGETS = {
+    "padding": ({"pad_token_id": -2}, CheckpointError, "pad_token_id must be at least 0: got -2"),
     "family": ({"model_type": "gemma3"}, UnsupportedError, "model_type 'gemma3' is not supported.*llama, qwen3"),
     "no family": ({"model_type": None}, CheckpointError, "model_type is missing"),
     "no vocabulary": ({"vocab_size": None}, CheckpointError, "vocab_size is missing"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddtree.config import read_text
 from ddtree.errors import DataError
 
 __all__ = ["OPENERS", "HeldOut", "Prompt", "read_prompts"]
@@ -71,9 +72,8 @@ class HeldOut:
 def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], int]:
     """Prompts of a JSONL file, and how many broken lines were skipped. DataError names the first broken line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # texts may hold other line separators
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; give a JSONL file with a `prompt` on each line") from None
+        wanted = "give a JSONL file with a `prompt` on each line"
+        lines = read_text(path, DataError, wanted).split("\n")  # texts may hold other line separators
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text ({error})") from None
     prompts: list[Prompt] = []
@@ -82,8 +82,8 @@ def read_prompts(path: Path, skip_broken: bool = False) -> tuple[list[Prompt], i
         if not line.strip():
             continue
         try:
-            prompts.append(_prompt(json.loads(line)))
-        except (json.JSONDecodeError, ValueError) as error:
+            prompts.append(_unicode(_prompt(json.loads(line))))
+        except ValueError as error:
             if not skip_broken:
                 raise DataError(f"{path}, line {number}: {error}; mend it or pass --skip-broken") from None
             broken += 1
@@ -105,6 +105,14 @@ def _prompt(row: Any) -> Prompt:
     if isinstance(messages, Sequence) and messages and all(_is_message(m) for m in messages):
         return Prompt(tuple((m["role"], m["content"]) for m in messages), source, licence)
     raise ValueError("needs a non-empty text `prompt`, or `messages` with role and content")
+
+
+def _unicode(prompt: Prompt) -> Prompt:
+    """The prompt, if it can be written down: JSON can spell half of a surrogate pair, which is no character."""
+    for text in (prompt.text, prompt.source, prompt.license):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError("holds half of a surrogate pair, which is no Unicode text")
+    return prompt
 
 
 def _is_message(value: Any) -> bool:

@@ -21,20 +21,22 @@ __all__ = ["ARCHITECTURE", "INT8_METHOD", "DrafterSpec", "default_layer_ids", "p
 # How ddtree's own packed checkpoints say what they are; other engines then refuse them by name.
 INT8_METHOD = "ddtree-int8-rows"
 
-# Configuration keys that only drafters of other families carry, and the name of the family.
+# Configuration keys that only drafters of other families carry, and the name of the family; {} is the value.
 FOREIGN_KEYS = {
     "selector_rank": "DFlash 2",
     "selector_top_k": "DFlash 2",
     "conv_kernel_size": "DFlash 2",
     "projector_type": "Domino",
     "gru_hidden_dim": "Domino",
-    "attention_mode": "MLA attention",
+    "attention_mode": "{} attention",
     "kv_lora_rank": "MLA attention",
     "num_experts": "mixture-of-experts",
     "num_local_experts": "mixture-of-experts",
     "eagle_config": "EAGLE",
     "attention_sink_bias": "attention sinks",
 }
+# Values of such keys that say what every DFlash drafter is.
+ORDINARY: Mapping[str, tuple[str, ...]] = {"attention_mode": ("mha", "mqa", "gqa")}
 ARCHITECTURE = "DFlashDraftModel"
 
 
@@ -99,8 +101,9 @@ def _refuse_foreign(fields: Fields, nested: Fields) -> None:
     for holder in (fields, nested):
         for key, family in FOREIGN_KEYS.items():
             value = holder.values.get(key)
-            if value not in (None, 0, False, [], "none"):
-                raise UnsupportedError(f"{fields.where}: {key}={value!r} marks a {family} drafter, not supported")
+            if value not in (None, 0, False, [], "none", *ORDINARY.get(key, ())):
+                name = family.format(str(value).upper())
+                raise UnsupportedError(f"{fields.where}: {key}={value!r} marks a {name} drafter, not supported")
     if ARCHITECTURE not in architectures:
         raise UnsupportedError(
             f"{fields.where}: architecture {', '.join(architectures)} is not supported as a drafter; "

@@ -104,7 +104,8 @@ def read_target(folder: Path) -> TargetSpec:
     for token in eos_ids:
         if token >= vocab_size:
             raise fields.fail("eos_token_id", f"{token} lies outside the vocabulary of {vocab_size}")
-    pad = _token_ids(fields, "pad_token_id")
+    # transformers spells "none" as -1 too.
+    pad = () if fields.values.get("pad_token_id") == -1 else _token_ids(fields, "pad_token_id")
     return TargetSpec(
         family=family,
         decoder=read_decoder(fields, FAMILIES[family]),
@@ -178,8 +179,24 @@ def read_rope(fields: Fields, head_dim: int) -> RopeSpec:
 
 
 def _one_rope(fields: Fields) -> Fields:
-    """The rope section, whichever key holds it; one entry a layer type is fine when they all agree."""
-    key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    """The rope section, whichever key holds it; both keys are fine when they agree."""
+    ropes = [rope for key in ("rope_parameters", "rope_scaling") if (rope := _uniform_rope(fields, key)).values]
+    if len(ropes) == 2:
+        new, old = _spelled_out(ropes[0], ropes[1]), _spelled_out(ropes[1], ropes[0])
+        if new != old:
+            raise fields.fail("rope_scaling", f"says {old}, but rope_parameters says {new}; keep one")
+    return ropes[0] if ropes else fields.section("rope_parameters")
+
+
+def _spelled_out(rope: Fields, other: Fields) -> dict[str, Any]:
+    """A rope section in one spelling; the older one holds no base, which is then the other section's."""
+    values = {"rope_theta": other.values.get("rope_theta"), **rope.values}
+    kind = values.pop("type", None)
+    return {"rope_type": kind or "default", **values}
+
+
+def _uniform_rope(fields: Fields, key: str) -> Fields:
+    """The rope section under a key; one entry a layer type is fine when they all agree."""
     section = fields.section(key)
     entries = [section.section(name) for name, v in section.values.items() if isinstance(v, Mapping)]
     if not entries:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddtree.config import read_text
 from ddtree.errors import ConfigError
 from ddtree.models.catalog import DEFAULT_MODEL
 from ddtree.models.drafter_spec import ARCHITECTURE, default_layer_ids
@@ -136,10 +137,8 @@ def read_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
     values: dict[str, Any] = {}
     if path is not None:
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; give the path of a TOML recipe") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            values = tomllib.loads(read_text(path, ConfigError, "give the path of a TOML recipe"))
+        except ValueError as error:  # not UTF-8, not TOML, or a number too long to read
             raise ConfigError(f"{path}: not valid TOML ({error})") from None
     values.update({key: value for key, value in overrides.items() if value is not None})
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
@@ -167,7 +166,10 @@ def read_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
 
 def _typed(where: str, name: str, kind: str, value: Any) -> Any:
     if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{where}: {name} is larger than any float; give a smaller number") from None
     if kind.startswith("tuple") and isinstance(value, list | tuple):
         if all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             return tuple(value)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ddtree.errors import ConfigError
 from ddtree.models.dflash import DFlashModel
 from ddtree.models.drafter_spec import parse_drafter
 from ddtree.models.edges import EdgeNet
@@ -17,20 +18,32 @@ from ddtree.training.config import TrainConfig, resolve_drafter
 __all__ = ["load_weights", "new_drafter", "new_edges", "resolve_device", "resolve_dtype"]
 
 INITIAL_SPREAD = 0.02
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is this process's GPU where there is one."""
+    """`auto` is this process's GPU where there is one. ConfigError for what torch does not know or see."""
     if name == "auto":
         return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError(f"device {name} was asked for, but torch sees {gpus} GPUs here; use one of those or cpu")
+    return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """`auto` is bfloat16 on a GPU and float32 on a CPU. ConfigError for a dtype that nothing is computed in."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}: got {name!r}")
+    return DTYPES[name]
 
 
 def new_drafter(config: TrainConfig, target: TargetModel) -> tuple[dict[str, Any], DFlashModel]:
