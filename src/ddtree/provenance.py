@@ -74,7 +74,12 @@ def _version(name: str) -> str | None:
 
 def _plain(argv: list[str]) -> list[str]:
     """Arguments without the folders of this machine: a result file names no home directory."""
-    return [Path(a).name if Path(a).is_absolute() else a for a in argv]
+    return ["=".join(map(_without_folder, argument.split("="))) for argument in argv]
+
+
+def _without_folder(value: str) -> str:
+    bare = value.strip("\"'")
+    return Path(bare).name if Path(bare).is_absolute() else value
 
 
 def _cores() -> set[int]:

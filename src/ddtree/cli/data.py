@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,11 @@ def data(
     which, parts = _share(part)
     collected, left_out = _read(prompts, limit, skip_broken)
     excluded = HeldOut(p.text for path in held_out for p in read_prompts(path)[0])
-    folder = locate(model, cache_dir=cache_dir()).folder
     where = resolve_device(device)
-    target = load_target(folder, resolve_dtype(dtype, where), where)
-    tokenizer = ChatTokenizer(folder)
-    plans = [AnswerPlan(max_tokens, max_length, t, batch, seed=seed + which) for t in temperature]
+    local = locate(model, cache_dir=cache_dir())
+    target = load_target(local.folder, resolve_dtype(dtype, where), where)
+    tokenizer = ChatTokenizer(local.folder)
+    plans = [AnswerPlan(local.name, max_tokens, max_length, t, batch, seed=seed + which) for t in temperature]
     collected = collected[which::parts]
     report: dict[str, Any] = {
         "folder": str(out),
@@ -62,7 +63,6 @@ def data(
         "passes": [],
     }
     if own:
-        out.mkdir(parents=True, exist_ok=True)
         with notes.status(f"{model} writes {own // parts} prompts"):
             path = out / f"own-prompts-p{which}.jsonl"
             written = write_own_prompts(target, tokenizer, own // parts, plans[0], tokenizer.user_prefix(), path)
@@ -99,7 +99,7 @@ def _read(paths: list[Path], limit: int, skip_broken: bool) -> tuple[list[Prompt
 def _share(part: str) -> tuple[int, int]:
     from ddtree.errors import ConfigError
 
-    pieces = part.split("/")
-    if len(pieces) == 2 and all(p.isdigit() for p in pieces) and 1 <= int(pieces[0]) <= int(pieces[1]):
-        return int(pieces[0]) - 1, int(pieces[1])
+    pieces = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", part)
+    if pieces and 1 <= int(pieces[1]) <= int(pieces[2]):
+        return int(pieces[1]) - 1, int(pieces[2])
     raise ConfigError(f"--part must be i/n with 1 <= i <= n: got {part!r}")

@@ -100,11 +100,15 @@ def _announce(trainer: Trainer, examples: int, too_short: int, state: Path | Non
 def _log(run: Path, rows: list[dict[str, Any]], row: dict[str, Any], line: str) -> None:
     import json
 
+    from ddtree.models.storage import writing
+
     rows.append(row)
     notes.print(line)
-    run.mkdir(parents=True, exist_ok=True)
-    with (run / "log.jsonl").open("a", encoding="utf-8") as log:
-        log.write(json.dumps(row) + "\n")
+    path = run / "log.jsonl"
+    with writing(path):
+        run.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(row) + "\n")
 
 
 def _step_row(report: StepReport, spent_s: float) -> dict[str, Any]:
@@ -157,6 +161,6 @@ def _assignments(pairs: list[str]) -> dict[str, Any]:
             raise ConfigError(f"--set needs key=value: got {pair!r}")
         try:
             values[key] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except ValueError:  # no TOML, or a number too long to read
             values[key] = text
     return values

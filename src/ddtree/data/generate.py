@@ -1,7 +1,8 @@
 """On-policy answers: the target's own continuations of prompts, in shards that training reads.
 
 Stages are resumable: a shard that exists is not made again. Each shard holds the prompts of its number, so a
-killed run loses one shard at most. A `card-*.json` says how the data came to be and under which licences.
+killed run loses one shard at most; it carries what it was made with, and a run with anything else is refused. A
+`card-*.json` says how the data came to be and under which licences.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import torch
 
 from ddtree.data.decode import decode_many
 from ddtree.data.prompts import OPENERS, HeldOut, Prompt, read_prompts
+from ddtree.errors import DataError
+from ddtree.models.storage import new_file
 from ddtree.models.target import TargetModel
 from ddtree.provenance import provenance, text_hash
-from ddtree.training.examples import stable_seed, write_shard
+from ddtree.training.examples import shard_metadata, stable_seed, write_shard
 
 __all__ = ["AnswerPlan", "Progress", "answer_prompts", "write_own_prompts"]
+
+# One key of a shard's metadata holds all: several would be written in an order that changes from run to run.
+MADE_WITH = "made_with"
 
 
 class ChatTokenizer(Protocol):
@@ -34,8 +40,9 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How answers are made. max_length counts prompt and answer; longer prompts are left out."""
+    """Whose answers, and how they are made. max_length counts prompt and answer; longer prompts are left out."""
 
+    model: str
     max_tokens: int = 384
     max_length: int = 1024
     temperature: float = 0.0
@@ -68,7 +75,7 @@ def write_own_prompts(
     file `path`, and read from there the next time.
     """
     if path.exists():
-        return read_prompts(path)[0]
+        return read_prompts(path)[0] if path.stat().st_size else []
     generator = torch.Generator(target.device).manual_seed(stable_seed(plan.seed, count))
     total = sum(weight for _, weight in OPENERS)
     starts = [opener for opener, weight in OPENERS for _ in range(-(-count * weight // total))][:count]
@@ -90,9 +97,9 @@ def write_own_prompts(
             seen.add(text)
             prompts.append(Prompt((("user", text),), "self-generated", "target's own text"))
     rows = ({"prompt": p.text, "source": p.source, "license": p.license} for p in prompts)
-    partial = path.with_suffix(".part")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    partial.replace(path)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    with new_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
     return prompts
 
 
@@ -108,10 +115,13 @@ def answer_prompts(
     """Write shards of answers into `out`, reporting after each batch. part: in the shards' names, so that several
     processes can fill one folder.
 
-    Prompts that touch the held-out set, repeat, or are too long are left out and counted in the card.
+    Prompts that touch the held-out set, repeat, or are too long are left out and counted in the card. DataError
+    when shards of this temperature and part are there that another run made: a card tells of one run.
     """
-    out.mkdir(parents=True, exist_ok=True)
     kept, dropped = _usable(prompts, tokenizer, plan, held_out)
+    made_with = _made_with(kept, plan)
+    for path in sorted(out.glob(f"answers-{_label(plan, part)}-*.safetensors")):
+        _check_shard(path, made_with)
     shards = [kept[i : i + plan.shard] for i in range(0, len(kept), plan.shard)]
     done = tokens = 0
     for number, rows in enumerate(shards):
@@ -135,7 +145,7 @@ def answer_prompts(
             done += len(batch)
             tokens += sum(len(d.tokens) for d in batch)
             yield Progress(done, len(kept), tokens)
-        write_shard(path, examples, {"format": "pt"})
+        write_shard(path, examples, {MADE_WITH: json.dumps(made_with)})
     _write_card(out / f"card-{_label(plan, part)}.json", kept, dropped, plan)
 
 
@@ -165,6 +175,22 @@ def _label(plan: AnswerPlan, part: int) -> str:
     return f"t{round(plan.temperature * 100):03d}-p{part}"
 
 
+def _made_with(kept: Sequence[tuple[Prompt, list[int]]], plan: AnswerPlan) -> dict[str, Any]:
+    """What answers depend on. Not the batch: how many are decoded together may change between two runs."""
+    facts = {key: value for key, value in asdict(plan).items() if key != "batch"}
+    return facts | {"prompt_hash": text_hash(str(ids) for _, ids in kept)}
+
+
+def _check_shard(path: Path, made_with: dict[str, Any]) -> None:
+    stored = json.loads(shard_metadata(path).get(MADE_WITH, "{}"))
+    for key, now in made_with.items():
+        if stored.get(key) != now:
+            raise DataError(
+                f"{path}: was made with {key} {stored.get(key, 'unknown')}, not {now}; a folder holds one run: "
+                "choose another, or delete its shards to make them again"
+            )
+
+
 def _write_card(
     path: Path, kept: Sequence[tuple[Prompt, list[int]]], dropped: Counter[str], plan: AnswerPlan
 ) -> None:
@@ -178,6 +204,5 @@ def _write_card(
         "plan": asdict(plan),
         "provenance": provenance(),
     }
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with new_file(path) as partial:
+        partial.write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

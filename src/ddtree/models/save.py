@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddtree.errors import StorageError
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.drafter_spec import INT8_METHOD
 from ddtree.models.edges import EdgeNet, save_edges
 from ddtree.models.parity import write_parity
+from ddtree.models.storage import writing
 from ddtree.models.weights import SCALE_SUFFIX, named_apart
 
 __all__ = ["new_folder", "pack_rows", "save_drafter"]
@@ -34,22 +33,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
     partial = folder.with_name(f".{folder.name}.part-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-        if folder.exists():
-            folder.rename(old)
-        try:
-            partial.rename(folder)
-        except OSError:
-            if old.exists():
-                old.rename(folder)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"{folder}: cannot be written ({error}); free some space or choose another place"
-        ) from None
+        with writing(folder):
+            partial.mkdir(parents=True)
+            yield partial
+            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
+            if folder.exists():
+                folder.rename(old)
+            try:
+                partial.rename(folder)
+            except OSError:
+                if old.exists():
+                    old.rename(folder)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

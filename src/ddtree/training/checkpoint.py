@@ -7,6 +7,7 @@ data order and anchors follow from (seed, step), so nothing else has state. Old 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 STATES_KEPT = 2
+STEP = re.compile(r"step-[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ def read_state(folder: Path) -> TrainState:
     """Read a state folder. CheckpointError when it is damaged."""
     try:
         content = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return TrainState(content["step"], content["recipe"], load_file(folder / "tensors.safetensors"))
-    except (OSError, KeyError, json.JSONDecodeError, SafetensorError) as error:
+        return TrainState(int(content["step"]), dict(content["recipe"]), load_file(folder / "tensors.safetensors"))
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder}: this training state is damaged ({error}); remove it to resume from the one before"
         ) from None
@@ -65,15 +67,15 @@ def read_state(folder: Path) -> TrainState:
 
 def latest(run: Path) -> Path | None:
     """The state folder of the latest checkpoint of a run that has one."""
-    states = [folder / "state" for folder in run.glob("step-*") if (folder / "state" / "state.json").exists()]
-    return max(states, key=lambda state: _step(state.parent), default=None)
+    states = [folder / "state" for folder in _steps(run) if (folder / "state" / "state.json").exists()]
+    return states[-1] if states else None
 
 
 def prune(run: Path) -> None:
     """Drop all but the last states; the drafters themselves stay."""
-    states = sorted((f for f in run.glob("step-*") if (f / "state").exists()), key=_step)
-    for folder in states[:-STATES_KEPT]:
-        shutil.rmtree(folder / "state")
+    states = [folder / "state" for folder in _steps(run) if (folder / "state").exists()]
+    for state in states[:-STATES_KEPT]:
+        shutil.rmtree(state)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -113,5 +115,7 @@ def restore(state: TrainState, model: nn.Module, optimizers: list[torch.optim.Op
         optimizer.load_state_dict({"state": moments, "param_groups": content["param_groups"]})
 
 
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+def _steps(run: Path) -> list[Path]:
+    """The checkpoints of a run in order. Folders of other names, such as a copy `step-9-best`, are the user's."""
+    numbered = [(int(folder.name[5:]), folder) for folder in run.glob("step-*") if STEP.fullmatch(folder.name)]
+    return [folder for _, folder in sorted(numbered)]

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ddtree.errors import DataError
+from ddtree.models.storage import new_file
 
 __all__ = [
     "Examples",
@@ -24,6 +25,7 @@ __all__ = [
     "load_examples",
     "pack_for_step",
     "send",
+    "shard_metadata",
     "split_examples",
     "stable_seed",
     "write_shard",
@@ -97,13 +99,22 @@ def hash_tokens(tokens_T: Tensor) -> int:
 
 
 def write_shard(path: Path, examples: list[tuple[list[int], int]], metadata: dict[str, str]) -> None:
-    """Write (tokens, prompt length) pairs; the file gets its name only when it is whole."""
+    """Write (tokens, prompt length) pairs; the file gets its name only when it is whole. StorageError when the
+    disk says no."""
     tokens = torch.tensor([t for tokens, _ in examples for t in tokens], dtype=torch.int32)
     lengths = torch.tensor([len(tokens) for tokens, _ in examples], dtype=torch.int32)
     prompts = torch.tensor([prompt for _, prompt in examples], dtype=torch.int32)
-    partial = path.with_suffix(".part")
-    save_file({"tokens": tokens, "lengths": lengths, "prompt_lengths": prompts}, partial, metadata)
-    partial.replace(path)
+    with new_file(path) as partial:
+        save_file({"tokens": tokens, "lengths": lengths, "prompt_lengths": prompts}, partial, metadata)
+
+
+def shard_metadata(path: Path) -> dict[str, str]:
+    """What a shard's file says of itself. DataError when it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from None
 
 
 def load_examples(folder: Path, vocab_size: int, max_length: int) -> Examples:
@@ -119,7 +130,7 @@ def load_examples(folder: Path, vocab_size: int, max_length: int) -> Examples:
             with safe_open(path, framework="pt") as file:
                 parts = [file.get_tensor(name).long() for name in ("tokens", "lengths", "prompt_lengths")]
         except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: truncated or damaged ({error}); delete it and make it again") from None
+            raise _damaged(path, error) from None
         if parts[0].numel() and int(parts[0].max()) >= vocab_size:
             raise DataError(
                 f"{path}: holds token {int(parts[0].max())}, outside the target's vocabulary of {vocab_size}; "
@@ -179,6 +190,10 @@ def stable_seed(*parts: int) -> int:
     """A 63-bit seed from some numbers, the same on every machine and Python."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}: truncated or damaged ({error}); delete it and make it again")
 
 
 def _padded(values: Tensor, count: int, fill: int | bool) -> Tensor:

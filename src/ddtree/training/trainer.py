@@ -283,5 +283,7 @@ class Trainer:
 
 
 def _public(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe without the folders of this machine."""
-    return {key: Path(value).name if key in ("data", "out") else value for key, value in recipe.items()}
+    """A recipe without the folders of this machine; a target may also be a known name or a hub id."""
+    target = Path(recipe["target"])
+    folders = {"data", "out", "target"} if target.is_absolute() or target.exists() else {"data", "out"}
+    return {key: Path(value).name if key in folders else value for key, value in recipe.items()}
