@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -396,7 +397,7 @@ def test_provenance_of_folders_inside_arguments(argument, told):
     assert provenance([argument])["argv"] == [told]
 
 
-def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path):
+def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path, monkeypatch):
     """data, train, train again, export, generate: each verb reads what the one before it wrote."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"w{i} w{i + 20}"}) + "\n" for i in range(30)) + "broken\n")
@@ -418,13 +419,17 @@ def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path):
     code, out, err = run(*train, prompts / "run")
     assert (code, out, "log.jsonl: cannot be written" in err) == (6, "", True)
     train = (*train, tmp_path / "run")
-    code, out, err = run(*train, "--stop-after-s", "1e-9", "--json")
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    code, out, err = run(*train, "--stop-after-s", "1e-9", "--json", "--threads", "2")
     first = strict(out)
+    assert threads == [2]
     assert code == 0
     assert [row["step"] for row in first["steps"]] == [1]
     assert first["checkpoint"] == str(tmp_path / "run" / "step-1")
     code, out, err = run(*train, "--json")
     second = strict(out)
+    assert threads == [2], "torch's own number, or the sums of a resumed run would differ"
     assert "resuming from step-1" in err
     assert [row["step"] for row in second["steps"]] == [2, 3, 4]
     assert set(second["steps"][0]) == {"step", "loss", "gradient_norm", "learning_rate", "accuracy", "seconds"}

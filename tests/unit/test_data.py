@@ -487,7 +487,7 @@ def data_of_parts(monkeypatch, folder, *options):
 
     class Local:
         def __init__(self, *arguments, **options):
-            self.folder, self.name = folder, "toy"
+            self.folder, self.name, self.device = folder, "toy", torch.device("meta")
 
     def answers(target, tokenizer, prompts, out, plan, excluded, part):
         asked.append((prompts, plan, part))
@@ -533,3 +533,11 @@ def test_a_pass_for_each_temperature_and_a_limit(monkeypatch, tmp_path):
         (0.8, TEXTS[:4]),
     ]
     assert own == []
+
+
+def test_threads_are_measured_unless_given(monkeypatch, tmp_path):
+    used = []
+    monkeypatch.setattr("ddtree.cli.data.use_threads", lambda target, rows, asked: used.append((rows, asked)))
+    data_of_parts(monkeypatch, tmp_path)
+    data_of_parts(monkeypatch, tmp_path, "--threads", "3", "--batch", "7")
+    assert used == [(64, 0), (7, 3)]

@@ -28,6 +28,7 @@ from ddtree.models.catalog import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ddtree.engine.llm import LLM
+    from ddtree.models.target import TargetModel
 
 __all__ = [
     "BLOCK_OPTION",
@@ -46,6 +47,7 @@ __all__ = [
     "open_llm",
     "print_json",
     "settle_threads",
+    "use_threads",
     "words",
 ]
 
@@ -147,16 +149,19 @@ def open_llm(
 
 def settle_threads(llm: LLM, asked: int) -> int:
     """Use as many threads as were asked for, or as are fastest now; returns the number."""
+    return use_threads(llm.engine.target, llm.engine.plan.rows, asked)
+
+
+def use_threads(target: TargetModel, rows: int, asked: int) -> int:
+    """`settle_threads` for a target alone, in passes of so many rows."""
     import torch
 
     from ddtree.engine.hardware import choose_threads
 
-    if llm.engine.target.device.type == "cpu":
+    if target.device.type == "cpu":
         if not asked:
-            decoder = llm.engine.target.spec.decoder
-            found = choose_threads(
-                decoder.hidden, decoder.intermediate, llm.engine.plan.rows, llm.engine.target.dtype
-            )
+            decoder = target.spec.decoder
+            found = choose_threads(decoder.hidden, decoder.intermediate, rows, target.dtype)
             asked = min(found, key=found.__getitem__)
         torch.set_num_threads(asked)
     return torch.get_num_threads()

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ddtree.cli.common import DEVICE_OPTION, JSON_OPTION, cache_dir, counting, notes, print_json
+from ddtree.cli.common import (
+    DEVICE_OPTION,
+    JSON_OPTION,
+    THREADS_OPTION,
+    cache_dir,
+    counting,
+    notes,
+    print_json,
+    use_threads,
+)
 from ddtree.models.catalog import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -33,6 +42,7 @@ def data(
     device: str = DEVICE_OPTION,
     dtype: str = typer.Option("auto", help="auto, bfloat16 or float32."),
     part: str = typer.Option("1/1", help="Make the i-th of n parts, i/n, so that n processes share the work."),
+    threads: int = THREADS_OPTION,
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Write the target's own answers to prompts, in shards that `ddtree train` reads. A second run goes on."""
@@ -52,6 +62,7 @@ def data(
     where = resolve_device(device)
     local = locate(model, cache_dir=cache_dir())
     target = load_target(local.folder, resolve_dtype(dtype, where), where)
+    use_threads(target, batch, threads)
     tokenizer = ChatTokenizer(local.folder)
     plans = [AnswerPlan(local.name, max_tokens, max_length, t, batch, seed=seed + which) for t in temperature]
     collected = collected[which::parts]
