@@ -1,7 +1,23 @@
-"""One thread for torch: tests run side by side, and toys are too small to share out."""
+"""What all tests share. One thread for torch: tests run side by side, and toys are too small to share out."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from ddtree.cli.main import main
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process; returns its exit code, standard output and standard error."""
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return end.value.code or 0, captured.out, captured.err
+
+    return command

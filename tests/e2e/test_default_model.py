@@ -21,7 +21,6 @@ from safetensors import safe_open
 
 from ddtree import LLM, SamplingParams
 from ddtree.cli.common import cache_dir
-from ddtree.cli.main import main
 from ddtree.data.prompts import read_prompts
 from ddtree.errors import CheckpointError
 from ddtree.models.hub import locate
@@ -66,19 +65,6 @@ def huggingface():
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     return model
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process; returns its exit code, standard output and standard error."""
-
-    def command(*arguments):
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return end.value.code or 0, captured.out, captured.err
-
-    return command
 
 
 # The text

@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from ddtree.cli.common import print_json
-from ddtree.cli.main import app, main
+from ddtree.cli.main import app
 from ddtree.cli.show import draw_tree, most_branching
 from ddtree.engine.request import RoundRecord
 from ddtree.errors import RequestError
@@ -46,19 +46,6 @@ def models(tmp_path_factory):
     fast.save_pretrained(root / "target")
     write_drafter(root / "drafter")
     return root
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the command line in this process; returns its exit code, standard output and standard error."""
-
-    def command(*arguments):
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return end.value.code or 0, captured.out, captured.err
-
-    return command
 
 
 @pytest.fixture
@@ -432,7 +419,15 @@ def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path, monkeypatch):
     assert threads == [2], "torch's own number, or the sums of a resumed run would differ"
     assert "resuming from step-1" in err
     assert [row["step"] for row in second["steps"]] == [2, 3, 4]
-    assert set(second["steps"][0]) == {"step", "loss", "gradient_norm", "learning_rate", "accuracy", "seconds"}
+    assert set(second["steps"][0]) == {
+        "step",
+        "loss",
+        "edge_loss",
+        "gradient_norm",
+        "learning_rate",
+        "accuracy",
+        "seconds",
+    }
     assert set(second["validations"][-1]) == {"step", "chain", "tree-64", "tokens"}
     log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [row["step"] for row in log if "loss" in row] == [1, 2, 3, 4]
