@@ -10,10 +10,11 @@ import torch
 from ddtree.engine.config import EngineConfig
 from ddtree.engine.engine import Engine
 from ddtree.models.load import LoadedDrafter
-from ddtree.ops import FULL_VIEW, View
+from ddtree.ops import FULL_VIEW, View, reference_ops
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import fixed_plan
 from ddtree.training.acceptance import Acceptance, accepted_steps, measure_example, walk_rounds
+from ddtree.tree import factorised_candidates
 from tests.drafters import OracleDrafter, draft_with, pieces, plain_forward, records_of, tokens_of
 from tests.toys import random_tokens, toy_drafter, toy_target
 
@@ -49,6 +50,12 @@ def online_rounds(engine, budget, count):
     return steps[: next(i for i, end in enumerate(ends) if end >= count)]
 
 
+def steps_of(logits_ADV, labels_AD, budget):
+    """What a round at each anchor commits when the drafter's logits are these."""
+    log_probs_ADK, tokens_ADK = reference_ops().top_log_probs(logits_ADV, budget or 1)
+    return accepted_steps(factorised_candidates(tokens_ADK, log_probs_ADK), labels_AD, budget).tolist()
+
+
 def walked(steps):
     """The steps that a walk over the anchors takes."""
     taken, place = [], 0
@@ -76,7 +83,7 @@ def test_an_oracles_rounds_are_the_engines(seed):
     labels_AD = torch.stack([padded[a + 1 : a + BLOCK] for a in anchors])
     lengths = []
     for budget in BUDGETS:
-        steps = accepted_steps(logits_ADV, labels_AD, budget).tolist()
+        steps = steps_of(logits_ADV, labels_AD, budget)
         rounds = online_rounds(engine, budget, COUNT)
         assert walked(steps)[:-1] == rounds[:-1]
         found = walk_rounds(steps)
@@ -98,7 +105,7 @@ def test_a_drafters_rounds_are_the_engines(family, view):
     text = plain_text(target)
     _, features_TF = plain_forward(target, [*PROMPT, *text], (2, 0))
     tokens_T = torch.tensor([*PROMPT, *text])
-    arguments = (model, vocabulary, tokens_T, features_TF, len(PROMPT), BUDGETS)
+    arguments = (LoadedDrafter(model, vocabulary), tokens_T, features_TF, len(PROMPT), BUDGETS)
     found = measure_example(*arguments)
     for budget in BUDGETS:
         assert found[budget] == Acceptance(COUNT - 1, len(online_rounds(engine, budget, COUNT))), budget
@@ -119,7 +126,8 @@ def test_an_answer_that_ends_by_itself(budget):
     answer = pieces(new_engine(target, drafter), PROMPT, SamplingParams(max_tokens=200), plan_of(budget))
     assert tokens_of(answer) == text
     _, features_TF = plain_forward(target, [*PROMPT, *text], (0, 2))
-    found = measure_example(*drafter, torch.tensor([*PROMPT, *text]), features_TF, len(PROMPT), (budget,))
+    tokens_T = torch.tensor([*PROMPT, *text])
+    found = measure_example(LoadedDrafter(*drafter), tokens_T, features_TF, len(PROMPT), (budget,))
     assert found == {budget: Acceptance(len(text) - 1, len(answer) - 1)}
 
 
@@ -139,7 +147,7 @@ def test_steps_count_accepted_nodes_and_the_bonus():
     logits_1DV = logits_of([[3, 4], [5, 6], [0, 8]])
 
     def steps(labels, budget):
-        return accepted_steps(logits_1DV, torch.tensor([labels]), budget).tolist()
+        return steps_of(logits_1DV, torch.tensor([labels]), budget)
 
     assert steps([3, 5, 0], None) == [4]
     assert steps([3, 5, 1], None) == [3]
@@ -176,14 +184,14 @@ def test_a_drafter_that_knows_the_text_is_not_pinned_at_one():
     labels_AD = torch.tensor([padded[a + 1 : a + BLOCK] for a in anchors])
     logits_ADV = torch.cat([logits_of([[max(token, 0)] for token in row]) for row in labels_AD.tolist()])
     for budget in (None, 5, 64):
-        assert walk_rounds(accepted_steps(logits_ADV, labels_AD, budget).tolist()) == Acceptance(25, 5)
+        assert walk_rounds(steps_of(logits_ADV, labels_AD, budget)) == Acceptance(25, 5)
 
 
 def test_the_shortest_answer():
     """Two tokens: one anchor, one round, one token."""
     target = toy_target("qwen3", vocabulary=WORDS)
-    model, vocabulary = toy_drafter(target, block_size=BLOCK, mask_token_id=MASK)
+    drafter = LoadedDrafter(*toy_drafter(target, block_size=BLOCK, mask_token_id=MASK))
     text = [*PROMPT, *random_tokens(2, 1, WORDS)]
     _, features_TF = plain_forward(target, text, (0, 2))
-    found = measure_example(model, vocabulary, torch.tensor(text), features_TF, len(PROMPT), (None, 8))
+    found = measure_example(drafter, torch.tensor(text), features_TF, len(PROMPT), (None, 8))
     assert found == {None: Acceptance(1, 1), 8: Acceptance(1, 1)}

@@ -231,7 +231,9 @@ def test_a_state_of_another_shape_is_refused(tmp_path, changes, tensor):
     trainer = trained(tmp_path / "data", 1)
     trainer.save(tmp_path / "run")
     other = new_trainer(tmp_path / "data", **changes)
-    with pytest.raises(ConfigError, match=rf"no {tensor}.* of shape \(.*\); resume with the recipe it came from"):
+    with pytest.raises(
+        ConfigError, match=rf"no drafter\.{tensor}.* of shape \(.*\); resume with the recipe it came from"
+    ):
         other.resume(read_state(latest(tmp_path / "run")))
 
 
@@ -302,8 +304,7 @@ def measured(target, drafter, texts, budget):
     total = Acceptance(0, 0)
     for text in texts:
         _, features_TF = plain_forward(target, text, drafter.model.spec.layer_ids)
-        arguments = (drafter.model, drafter.vocabulary, torch.tensor(text), features_TF, 5, (budget,))
-        total += measure_example(*arguments)[budget]
+        total += measure_example(drafter, torch.tensor(text), features_TF, 5, (budget,))[budget]
     return total
 
 
@@ -357,8 +358,8 @@ def test_blocks_in_training_equal_blocks_of_the_loaded_drafter(tmp_path, window)
     loaded = load_drafter(folder, trainer._target)
     assert loaded.model.spec.views == (View(window or None),) * 2
     trainer.model = rounded(trainer.model)
-    pack = trainer._pack()
-    features_TF = trainer._features.of_pack(pack)
+    pack = trainer._pack(0)
+    features_TF = trainer._features.of_pack(pack).features_TF
     hidden_AbH = trainer._hidden(pack, features_TF)
     tokens_T = trainer._tokens_T[pack.source_T]
     for a, anchor in enumerate(pack.anchors_A[pack.real_A].tolist()):
