@@ -10,6 +10,7 @@ from ddtree.cli.chat import chat
 from ddtree.cli.common import notes
 from ddtree.cli.data import data
 from ddtree.cli.demo import demo
+from ddtree.cli.evaluate import evaluate
 from ddtree.cli.export import export
 from ddtree.cli.generate import generate
 from ddtree.cli.info import info
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for verb in (demo, pull, generate, chat, info, data, train, export):
     app.command()(verb)
+app.command("eval")(evaluate)
 
 
 @app.callback()

@@ -26,7 +26,7 @@ from ddtree.speculation.processors import RowParams, draft_scores, row_params, t
 from ddtree.speculation.protocols import Lengths, Proposal
 from ddtree.tree import Accepted, Candidates, DraftTree, accept, edge_candidates, factorised_candidates
 
-__all__ = ["Chooser", "History"]
+__all__ = ["EDGE_CANDIDATES", "Chooser", "History"]
 
 # Candidates of a position that edges choose among, even where only one is drafted.
 EDGE_CANDIDATES = 16
