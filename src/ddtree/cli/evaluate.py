@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -14,24 +14,14 @@ from ddtree.cli.common import (
     JSON_OPTION,
     MODEL_OPTION,
     cache_dir,
-    fetching,
     notes,
     print_json,
     stages,
+    words,
 )
-
-if TYPE_CHECKING:
-    from ddtree.engine.llm import LLM
-    from ddtree.engine.request import Completion
-    from ddtree.evaluation.arms import Arm
-    from ddtree.evaluation.bench import Plan, Report
-    from ddtree.evaluation.online import Ask
-    from ddtree.evaluation.tasks import Task
-    from ddtree.speculation.params import SamplingParams
+from ddtree.cli.measuring import measured_offline, measured_online, read_budgets, read_tasks
 
 __all__ = ["evaluate"]
-
-FEWEST = 32  # prompts of a set below which its mean says little
 
 
 def evaluate(
@@ -39,7 +29,9 @@ def evaluate(
     task: list[str] = typer.Option(
         [], help="A known set, or a FILE.jsonl with a `prompt` on each line; repeatable."
     ),
-    budget: str = typer.Option("4,8,16,32,64,128,256", help="Nodes of the trees, root not counted."),
+    budget: str = typer.Option(
+        None, help="Nodes of the trees, root not counted; 4,8,16,32,64,128,256 if not given."
+    ),
     max_tokens: int = typer.Option(256, min=2, help="Longest answer."),
     limit: int = typer.Option(0, min=0, help="Take only the first prompts of each task; 0 takes all."),
     drafter: list[str] = typer.Option([], help="Folder or hub id; repeatable; else the shipped one."),
@@ -54,164 +46,50 @@ def evaluate(
     skip_broken: bool = typer.Option(False, help="Leave broken lines of a file out and count them."),
     dtype: str = DTYPE_OPTION,
     device: str = DEVICE_OPTION,
+    out: Path = typer.Option(None, help="Folder for the results, the report (Markdown, LaTeX) and plots."),
+    plots: bool = typer.Option(True, help="Draw plots into --out."),
+    log: list[Path] = typer.Option([], help="Folder of a training run, for its curves in --out; repeatable."),
     as_json: bool = JSON_OPTION,
 ) -> None:
     """Measure drafters: tokens per round of the chain and of trees, by task, draft position and context."""
-    from ddtree.evaluation.arms import LARGEST_MEASURED, check_budgets
     from ddtree.evaluation.bench import Plan
     from ddtree.models.hub import user_cache
-    from ddtree.speculation.plan import LARGEST_BUDGET
 
-    bound, why = LARGEST_MEASURED, "larger trees accept hardly more"
-    if online:
-        bound, why = LARGEST_BUDGET, "what the engine verifies in one round; --offline measures larger ones"
-    budgets = check_budgets(_numbers(budget), bound, why)
-    tasks = _tasks([*task, *(more_tasks or [])] or ["coding"], limit, skip_broken)
+    runs = _opened(out, plots, log)
+    budgets = read_budgets(budget, online)
+    tasks = read_tasks([*task, *(more_tasks or [])] or ["coding"], limit, skip_broken)
     folder = answers or (cache_dir() or user_cache()) / "answers"
     plans = [
         Plan(budgets, max_tokens, heat, seed, coupling, shadow, batch, folder)
         for heat in dict.fromkeys(temperature)
     ]
-    measure = _online if online else _offline
+    measure = measured_online if online else measured_offline
     with stages() as report:
-        documents = measure(model, drafter, dtype, device, tasks, plans, report)
+        documents = measure(model, drafter or [None], dtype, device, tasks, plans, report)
+    if out is not None:
+        from ddtree.evaluation.files import write_reports
+
+        write_reports(out, documents, runs, plots)
+        notes.print(f"written to {out}", markup=False)
     if as_json:
         print_json(documents[0] if len(documents) == 1 else {"runs": documents})
+        return
+    from ddtree.evaluation.report import terminal_table
+
+    words.print(terminal_table(documents))
 
 
-def _offline(
-    model: str,
-    drafters: Sequence[str],
-    dtype: str,
-    device: str,
-    tasks: Sequence[Task],
-    plans: Sequence[Plan],
-    report: Report,
-) -> list[dict[str, Any]]:
-    import torch
-
-    from ddtree.engine.config import check_device
-    from ddtree.engine.hardware import resolve_dtype
-    from ddtree.evaluation.bench import offline_documents, unique_names
-    from ddtree.models.hub import locate
-    from ddtree.models.load import load_drafter, load_target
-    from ddtree.models.shipped import drafter_folder
-    from ddtree.models.tokenizer import ChatTokenizer
-
-    where = torch.device(check_device(device, torch.cuda.device_count()))
-    with fetching(model) as progress:
-        local = locate(model, cache_dir=cache_dir(), progress=progress)
-    folders = [drafter_folder(one, local) for one in drafters] or [drafter_folder(None, local)]
-    target = load_target(local.folder, resolve_dtype(dtype, where), where)
-    loaded = {
-        name: load_drafter(folder, target) for name, folder in zip(unique_names(folders), folders, strict=True)
-    }
-    tokenizer = ChatTokenizer(local.folder)
-    return [
-        document
-        for plan in plans
-        for document in offline_documents(local.name, target, loaded, tokenizer, tasks, plan, report)
-    ]
-
-
-def _online(
-    model: str,
-    drafters: Sequence[str],
-    dtype: str,
-    device: str,
-    tasks: Sequence[Task],
-    plans: Sequence[Plan],
-    report: Report,
-) -> list[dict[str, Any]]:
-    from ddtree.evaluation.bench import online_document, unique_names
-    from ddtree.models.hub import locate
-    from ddtree.models.shipped import drafter_folder
-    from ddtree.models.tokenizer import ChatTokenizer
-
-    with fetching(model) as progress:
-        local = locate(model, cache_dir=cache_dir(), progress=progress)
-    folders = [drafter_folder(one, local) for one in drafters] or [drafter_folder(None, local)]
-    tokenizer = ChatTokenizer(local.folder)
-    documents = []
-    for name, folder in zip(unique_names(folders), folders, strict=True):
-        for plan in plans:
-            engine = RealEngine(model, str(folder), dtype, device, plan.coupling)
-            documents.append(online_document(local.name, name, engine, tokenizer, tasks, plan, report))
-    return documents
-
-
-class RealEngine:
-    """The engine as measuring wants it: one that drafts with the target's noise, and one that does not."""
-
-    def __init__(self, model: str, drafter: str, dtype: str, device: str, coupling: float) -> None:
-        self._open = (model, drafter, dtype, device)
-        self._coupling = coupling
-        self._coupled = True
-        self._llm = self._load(True)
-
-    @property
-    def positions(self) -> int:
-        return self._llm.engine.max_context
-
-    @property
-    def block_size(self) -> int:
-        return self._llm.engine.block_size
-
-    @property
-    def dtype(self) -> str:
-        return str(self._llm.engine.target.dtype)
-
-    @property
-    def device(self) -> str:
-        return str(self._llm.engine.target.device)
-
-    def asker(self, coupled: bool) -> Ask:
-        """Answers from one engine; the other kind is let go first, so that only one takes memory."""
-        if coupled != self._coupled:
-            del self._llm
-            self._llm, self._coupled = self._load(coupled), coupled
-        llm = self._llm
-
-        def ask(prompt: Sequence[int], params: SamplingParams, arm: Arm) -> Completion:
-            plan = llm.plan(arm.mode, arm.budget or None)
-            return llm.generate(prompt, params, plan=plan, records=True)
-
-        return ask
-
-    def _load(self, coupled: bool) -> LLM:
-        from ddtree.engine.config import EngineConfig
-        from ddtree.engine.llm import LLM
-
-        model, drafter, dtype, device = self._open
-        config = EngineConfig(coupling=self._coupling if coupled else None)
-        return LLM(model, drafter=drafter, dtype=dtype, device=device, config=config, cache_dir=cache_dir())
-
-
-def _tasks(names: Sequence[str], limit: int, skip_broken: bool) -> list[Task]:
+def _opened(out: Path | None, plots: bool, logs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Everything that --out needs, checked before anything is measured: rows of each run's log."""
     from ddtree.errors import ConfigError
-    from ddtree.evaluation.tasks import load_task
+    from ddtree.evaluation.bench import unique_names
+    from ddtree.evaluation.plots import check_plots, read_log
 
-    found: dict[str, Task] = {}
-    for name in names:
-        task = load_task(name, limit, skip_broken)
-        if task.name in found:
-            raise ConfigError(f"two tasks are called {task.name}: name each once, or rename a file")
-        found[task.name] = task
-        if task.broken:
-            notes.print(f"{task.name}: {task.broken} broken lines left out")
-        if task.repeated:
-            notes.print(f"{task.name}: {task.repeated} prompts repeat others and are left out")
-        if len(task.prompts) < FEWEST:
-            few = len(task.prompts)
-            notes.print(f"[dim]{task.name} has {few} prompts; fewer than {FEWEST} say little about others[/]")
-    return list(found.values())
-
-
-def _numbers(text: str) -> list[int]:
-    from ddtree.errors import ConfigError
-
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    wrong = [part for part in parts if not part.lstrip("-").isdigit()]
-    if wrong:
-        raise ConfigError(f"--budget must be whole numbers with commas between, as in 16,64: got {wrong[0]!r}")
-    return [int(part) for part in parts]
+    if logs and (out is None or not plots):
+        raise ConfigError("--log draws a run's curves, so it needs --out and plots")
+    if out is not None:
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out {out} is a file; name a folder")
+        if plots:
+            check_plots()
+    return {name: read_log(run) for name, run in zip(unique_names(logs), logs, strict=True)}

@@ -8,6 +8,7 @@ import typer
 
 from ddtree.cli.chat import chat
 from ddtree.cli.common import notes
+from ddtree.cli.compare import compare
 from ddtree.cli.data import data
 from ddtree.cli.demo import demo
 from ddtree.cli.evaluate import evaluate
@@ -30,6 +31,7 @@ app = typer.Typer(
 for verb in (demo, pull, generate, chat, info, data, train, export):
     app.command()(verb)
 app.command("eval")(evaluate)
+app.command()(compare)
 
 
 @app.callback()

@@ -157,8 +157,8 @@ def measure_example(
 def sharing(budgets: Collection[int | None], with_edges: bool) -> list[Sequence[int | None]]:
     """Budgets in groups that are built from the same candidates.
 
-    Edges choose among as many candidates as there are nodes, but at least `EDGE_CANDIDATES`, and what a candidate is
-    worth depends on the others; without edges more candidates never change what fewer would have given.
+    Edges choose among as many candidates as there are nodes, but at least `EDGE_CANDIDATES`, and what one of
+    them is worth depends on the others; without edges more candidates never change what fewer would have given.
     """
     if not with_edges:
         return [tuple(budgets)]
@@ -170,7 +170,7 @@ def sharing(budgets: Collection[int | None], with_edges: bool) -> list[Sequence[
 def hidden_after(
     drafter: LoadedDrafter, tokens_T: Tensor, features_TF: Tensor, anchors_A: Tensor, sizes_A: Tensor
 ) -> Tensor:
-    """The drafter's hidden states of the masked positions after each anchor. sizes_A as in `draft_along`. [A, D, h]."""
+    """The drafter's hidden states of the masked positions. sizes_A: as in `draft_along`. [A, D, h]."""
     return draft_along(drafter.model, drafter.vocabulary, tokens_T, features_TF, anchors_A, sizes_A)[:, 1:]
 
 
@@ -199,7 +199,7 @@ def offer(
 ) -> Candidates:
     """What a round that wants `count` candidates would build its tree from. ranked: as `rank_tokens` has it.
 
-    anchors_A: their tokens. sharpness: what the drafter's log-probabilities were multiplied by on the way into scores.
+    anchors_A: their tokens. sharpness: what the drafter's log-probabilities were multiplied by to become scores.
     """
     if drafter.edges is None:
         return factorised_candidates(*(column[..., :count] for column in ranked))
