@@ -94,7 +94,7 @@ def _table(every: list[Comparison]) -> Table:
     table = Table(title=f"{shown[0].b} against {shown[0].a}: tokens per round")
     table.add_column("task")
     for one in shown:
-        table.add_column(one.arm, justify="right")
+        table.add_column(one.arm, justify="right", no_wrap=True)
     for task in shown[0].tasks:
         table.add_row(task, *(percent(one.tasks[task], signed=True) for one in shown))
     table.add_row("overall", *(percent(one.overall, signed=True) for one in shown), style="bold")

@@ -100,7 +100,7 @@ def offline_documents(
         tokens = sum(len(answer.tokens) for answer in answers)
         facts = TaskFacts(len(answers), rendered.left_out, tokens, rendered.prompt_hash)
         for drafter, figures in measured.items():
-            found[drafter][task.name] = task_document(facts, figures)
+            found[drafter][task.name] = task_document(facts, figures, plan.temperature > 0)
     dtype, device = str(target.dtype), str(target.device)
     return [
         _document(name, drafter, drafters[drafter].model.spec.block_size, dtype, device, "offline", plan, tasks)
@@ -142,7 +142,7 @@ def online_document(
             rendered.prompt_hash,
             sum(len(answers) > 1 for answers in told),
         )
-        found[task.name] = task_document(facts, Measured(rounds, {}))
+        found[task.name] = task_document(facts, Measured(rounds, {}), plan.temperature > 0)
     return _document(name, drafter, engine.block_size, engine.dtype, engine.device, "online", plan, found)
 
 

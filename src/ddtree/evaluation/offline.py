@@ -113,7 +113,8 @@ class _Pass:
         keys = [(budget, coupled) for coupled, budgets in wanted.items() for budget in budgets]
         ledger = Ledger({k: [] for k in keys}, {k: [] for k in keys}, {k: [] for k in keys}, [])
         anchors = torch.arange(first, self.tokens_T.numel() - 1, device=self.tokens_T.device)
-        for anchors_A in anchors.split(self._anchors_per_pass()):
+        passes = anchors.split(self._anchors_per_pass()) if anchors.numel() else ()
+        for anchors_A in passes:
             # As the engine shortens its last rounds: a block must not overrun the limit.
             sizes_A = (self.request.max_tokens - (anchors_A - first + 1)).clamp(max=depth + 1)
             hidden_ADh = hidden_after(self.drafter, self.tokens_T, self.features_TF, anchors_A, sizes_A)

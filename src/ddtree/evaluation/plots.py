@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddtree.errors import ConfigError, DataError
-from ddtree.evaluation.report import ReportRow, report_rows
+from ddtree.evaluation.report import ReportRow, budgets_in, report_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,9 @@ def plot_acceptance(documents: Sequence[Mapping[str, Any]], folder: Path) -> lis
             axis.fill_between(sizes, lows, highs, color=f"C{color}", alpha=0.15)
             if 0 in row.cells:
                 axis.axhline(row.cells[0][0], color=f"C{color}", linestyle="--", linewidth=0.8)
+        budgets = [size for size in budgets_in(found) if size]
         axis.set_xscale("log", base=2)
+        axis.set_xticks(budgets, labels=[str(size) for size in budgets])
         axis.legend(fontsize=7)
     return _saved(figure, folder / "acceptance")
 

@@ -33,8 +33,9 @@ class TaskFacts:
     differing_answers: int = 0
 
 
-def task_document(facts: TaskFacts, measured: Measured) -> dict[str, Any]:
-    """One task: its facts, and an entry for each arm."""
+def task_document(facts: TaskFacts, measured: Measured, sampled: bool) -> dict[str, Any]:
+    """One task: its facts, and an entry for each arm. sampled: whether the temperature was above 0."""
+    kinds = {True: "coupled", False: "uncoupled"} if sampled else {True: "greedy"}
     document: dict[str, Any] = {
         "prompts": facts.prompts,
         "left_out": dict(facts.left_out),
@@ -45,8 +46,7 @@ def task_document(facts: TaskFacts, measured: Measured) -> dict[str, Any]:
     document |= {name: _arm(figures(rounds)) for name, rounds in measured.rounds.items()}
     if measured.calibration:
         document["calibration"] = {
-            "coupled" if coupled else "uncoupled": _calibration(found)
-            for coupled, found in measured.calibration.items()
+            kinds[coupled]: _calibration(found) for coupled, found in measured.calibration.items()
         }
     return document
 
