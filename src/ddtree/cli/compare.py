@@ -38,6 +38,7 @@ def compare(
     max_tokens: int = typer.Option(256, min=2, help="For drafters: longest answer."),
     limit: int = typer.Option(0, min=0, help="For drafters: only the first prompts of each task; 0 takes all."),
     temperature: float = typer.Option(0.0, min=0.0, help="For drafters: 0 is greedy."),
+    answers: Path = typer.Option(None, help="For drafters: folder where answers are kept."),
     model: str = MODEL_OPTION,
     dtype: str = DTYPE_OPTION,
     device: str = DEVICE_OPTION,
@@ -55,7 +56,7 @@ def compare(
     drafters = [one for one in (a, b) if one == SHIPPED or (Path(one) / "config.json").is_file()]
     if len(drafters) == 1:
         raise ConfigError(
-            f"{drafters[0]} is a drafter and the other is not; compare two results of `ddtree eval` or two of those"
+            f"{drafters[0]} is a drafter and the other is not; compare two drafters, or two results of ddtree eval"
         )
     if drafters:
         plan = Plan(
@@ -66,7 +67,7 @@ def compare(
             coupling=EngineConfig().coupling or 1.0,
             shadow=False,
             batch=0,
-            answers=(cache_dir() or user_cache()) / "answers",
+            answers=answers or (cache_dir() or user_cache()) / "answers",
         )
         asked = [None if one == SHIPPED else one for one in (a, b)]
         with stages() as report:
@@ -92,12 +93,12 @@ def _table(every: list[Comparison]) -> Table:
 
     shown = [one for one in every if not one.arm.startswith("shadow")]
     table = Table(title=f"{shown[0].b} against {shown[0].a}: tokens per round")
-    table.add_column("task")
+    table.add_column("draft", no_wrap=True)
+    for task in (*shown[0].tasks, "overall"):
+        table.add_column(task, justify="right")
     for one in shown:
-        table.add_column(one.arm, justify="right", no_wrap=True)
-    for task in shown[0].tasks:
-        table.add_row(task, *(percent(one.tasks[task], signed=True) for one in shown))
-    table.add_row("overall", *(percent(one.overall, signed=True) for one in shown), style="bold")
+        ratios = (*one.tasks.values(), one.overall)
+        table.add_row(one.arm, *(percent(ratio, signed=True) for ratio in ratios))
     return table
 
 

@@ -48,16 +48,21 @@ def report_rows(documents: Iterable[Document]) -> list[ReportRow]:
 
 
 def terminal_table(documents: Sequence[Document]) -> Table:
-    """Means with half the width of their intervals."""
-    rows = report_rows(documents)
+    """Means with half the width of their intervals: a line for each arm, a column for each task."""
+    tasks = list(dict.fromkeys(task for document in documents for task in document["tasks"]))
+    names = len({document["drafter"] for document in documents}) > 1
+    heats = len({document["temperature"] for document in documents}) > 1
     table = Table(title="Tokens per round, bonus included")
-    heads, budgets = _heads(rows), budgets_in(rows)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for budget in budgets:
-        table.add_column(_column(budget), justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_labels(row, heads), *(_short(row.cells.get(budget)) for budget in budgets))
+    for head in [*(["drafter"] if names else []), *(["T"] if heats else []), "draft"]:
+        table.add_column(head, no_wrap=True)
+    for task in tasks:
+        table.add_column(task, justify="right")
+    for document in documents:
+        labels = [document["drafter"]] * names + [f"{document['temperature']:g}"] * heats
+        found = [document["tasks"].get(task, {}) for task in tasks]
+        for arm in dict.fromkeys(arm for task in found for arm in arms_in(task)):
+            table.add_row(*labels, arm, *(_short(task.get(arm)) for task in found))
+        table.add_section()
     return table
 
 
@@ -129,8 +134,11 @@ def _column(budget: int) -> str:
     return str(budget) if budget else "chain"
 
 
-def _short(cell: tuple[float, float, float] | None) -> str:
-    return "" if cell is None else f"{cell[0]:.2f} ± {(cell[2] - cell[1]) / 2:.2f}"
+def _short(arm: Mapping[str, Any] | None) -> str:
+    if arm is None:
+        return ""
+    low, high = arm["interval"]
+    return f"{arm['mean']:.2f} ± {(high - low) / 2:.2f}"
 
 
 def _long(cell: tuple[float, float, float] | None) -> str:

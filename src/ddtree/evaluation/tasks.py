@@ -104,7 +104,10 @@ def load_task(name: str, limit: int = 0, skip_broken: bool = False) -> Task:
 
 
 def _task(name: str, prompts: Sequence[Prompt], broken: int, limit: int) -> Task:
-    once = tuple({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    first: dict[str, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt.text, prompt)
+    once = tuple(first.values())
     return Task(name, once[:limit] if limit else once, broken, len(prompts) - len(once))
 
 
