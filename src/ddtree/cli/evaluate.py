@@ -46,6 +46,7 @@ def evaluate(
     skip_broken: bool = typer.Option(False, help="Leave broken lines of a file out and count them."),
     dtype: str = DTYPE_OPTION,
     device: str = DEVICE_OPTION,
+    threads: int = typer.Option(0, min=0, help="CPU threads; 0 leaves torch's own number."),
     out: Path = typer.Option(None, help="Folder for the results, the report (Markdown, LaTeX) and plots."),
     plots: bool = typer.Option(True, help="Draw plots into --out."),
     log: list[Path] = typer.Option([], help="Folder of a training run, for its curves in --out; repeatable."),
@@ -59,6 +60,10 @@ def evaluate(
     budgets = read_budgets(budget, online)
     tasks = read_tasks([*task, *(more_tasks or [])] or ["coding"], limit, skip_broken)
     folder = answers or (cache_dir() or user_cache()) / "answers"
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
     plans = [
         Plan(budgets, max_tokens, heat, seed, coupling, shadow, batch, folder)
         for heat in dict.fromkeys(temperature)
@@ -92,4 +97,5 @@ def _opened(out: Path | None, plots: bool, logs: Sequence[Path]) -> dict[str, li
             raise ConfigError(f"--out {out} is a file; name a folder")
         if plots:
             check_plots()
-    return {name: read_log(run) for name, run in zip(unique_names(logs), logs, strict=True)}
+    folders = [(run.parent if run.is_file() else run).resolve() for run in logs]
+    return {name: read_log(run) for name, run in zip(unique_names(folders), logs, strict=True)}

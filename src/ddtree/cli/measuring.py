@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddtree.cli.common import cache_dir, fetching, notes
@@ -35,18 +36,15 @@ def measured_offline(
 
     from ddtree.engine.config import check_device
     from ddtree.engine.hardware import resolve_dtype
-    from ddtree.evaluation.bench import offline_documents, unique_names
+    from ddtree.evaluation.bench import offline_documents
     from ddtree.models.load import load_drafter, load_target
-    from ddtree.models.shipped import drafter_folder
     from ddtree.models.tokenizer import ChatTokenizer
 
     where = torch.device(check_device(device, torch.cuda.device_count()))
     local = _located(model)
-    folders = [drafter_folder(one, local) for one in drafters]
+    folders = _named(drafters, local)
     target = load_target(local.folder, resolve_dtype(dtype, where), where)
-    loaded = {
-        name: load_drafter(folder, target) for name, folder in zip(unique_names(folders), folders, strict=True)
-    }
+    loaded = {name: load_drafter(folder, target) for name, folder in folders.items()}
     tokenizer = ChatTokenizer(local.folder)
     return [
         document
@@ -64,15 +62,13 @@ def measured_online(
     plans: Sequence[Plan],
     report: Report,
 ) -> list[dict[str, Any]]:
-    from ddtree.evaluation.bench import online_document, unique_names
-    from ddtree.models.shipped import drafter_folder
+    from ddtree.evaluation.bench import online_document
     from ddtree.models.tokenizer import ChatTokenizer
 
     local = _located(model)
-    folders = [drafter_folder(one, local) for one in drafters]
     tokenizer = ChatTokenizer(local.folder)
     documents = []
-    for name, folder in zip(unique_names(folders), folders, strict=True):
+    for name, folder in _named(drafters, local).items():
         for plan in plans:
             engine = RealEngine(model, str(folder), dtype, device, plan.coupling)
             documents.append(online_document(local.name, name, engine, tokenizer, tasks, plan, report))
@@ -84,6 +80,19 @@ def _located(model: str) -> LocalModel:
 
     with fetching(model) as progress:
         return locate(model, cache_dir=cache_dir(), progress=progress)
+
+
+def _named(drafters: Sequence[str | None], local: LocalModel) -> dict[str, Path]:
+    """The folder of each drafter by its name: of its folder, or its own on the hub, where folders are hashes."""
+    from ddtree.evaluation.bench import unique_names
+    from ddtree.models.shipped import drafter_folder
+
+    folders = [drafter_folder(one, local) for one in drafters]
+    named = [
+        Path(one) if one is not None and not Path(one).exists() else folder
+        for one, folder in zip(drafters, folders, strict=True)
+    ]
+    return dict(zip(unique_names(named), folders, strict=True))
 
 
 class RealEngine:

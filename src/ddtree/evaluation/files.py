@@ -21,7 +21,7 @@ def write_reports(
     folder: Path, documents: Sequence[Document], runs: Mapping[str, Sequence[Mapping[str, Any]]], plots: bool
 ) -> None:
     """Write everything into `folder`, each file whole. runs: rows of training logs by name, for their curves."""
-    texts = {_name(document): json.dumps(document, indent=1, allow_nan=False) + "\n" for document in documents}
+    texts = {_name(document): json.dumps(document, allow_nan=False) + "\n" for document in documents}
     texts |= {"report.md": markdown(documents), "report.tex": latex(documents)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
