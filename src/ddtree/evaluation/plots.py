@@ -53,7 +53,7 @@ def plot_acceptance(documents: Sequence[Mapping[str, Any]], folder: Path) -> lis
 
 
 def plot_positions(documents: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Share of rounds that accepted each draft position: the chain dashed, the largest tree solid (coupled where drawn)."""
+    """Share of rounds that accepted each draft position: the chain dashed, the largest tree solid, coupled."""
     tasks = list(dict.fromkeys(task for document in documents for task in document["tasks"]))
     figure, axes = _panels(tasks, "draft position", "share of rounds accepted")
     for axis, task in zip(axes, tasks, strict=True):
