@@ -17,6 +17,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ("README.md", "docs/concepts/exactness.md", "docs/drafters.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SETS = {"gsm8k_test": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-bench, first turns"}
+TASKS = {
+    "gsm8k": "GSM8K",
+    "humaneval": "HumanEval",
+    "mt-bench": "MT-bench, first turns",
+    "coding": "own coding tasks",
+}
 
 
 def main() -> None:
@@ -74,19 +80,23 @@ def cpu_decode() -> str:
     )
 
 
-def acceptance(suffix: str = "") -> str:
-    reports = {name: result(f"acceptance_{name}{suffix}") for name in SETS}
-    arms = list(next(iter(reports.values()))["arms"])
+def acceptance(name: str) -> str:
+    """The chain and trees of a document of `ddtree eval`; where tokens were drawn, with uncoupled drafts below."""
+    report = result(name)
     rows = []
-    for name, report in reports.items():
-        cells = [f"{m['value']:.2f} [{m['low']:.2f}, {m['high']:.2f}]" for a in arms if (m := mean(report, a))]
-        rows.append([f"{SETS[name]} ({report['prompts']})", *cells])
-    return markdown(("prompts", *arms), rows)
+    for task, found in report["tasks"].items():
+        arms = [arm for arm in found if arm.startswith(("chain", "tree-"))]
+        for ending, note in (("", ""), ("-uncoupled", ", uncoupled")):
+            cells = [acceptance_cell(found[arm]) for arm in arms if arm.endswith("-uncoupled") == bool(ending)]
+            if cells or not ending:
+                rows.append([f"{TASKS.get(task, task)} ({found['prompts']}){note}", *cells])
+    coupled = [arm for arm in arms if not arm.endswith("-uncoupled")]
+    return markdown(("prompts", *coupled), rows)
 
 
-def mean(report: dict[str, Any], arm: str) -> dict[str, float]:
-    found: dict[str, float] = report["arms"][arm]["mean"]
-    return found
+def acceptance_cell(arm: dict[str, Any]) -> str:
+    low, high = arm["interval"]
+    return f"{arm['mean']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def parity() -> str:
@@ -135,8 +145,8 @@ def training() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "cpu_decode": cpu_decode,
-    "acceptance": acceptance,
-    "acceptance_sampled": lambda: acceptance("_t1"),
+    "acceptance": lambda: acceptance("acceptance"),
+    "acceptance_sampled": lambda: acceptance("acceptance_t1"),
     "parity": parity,
     "training": training,
 }

@@ -47,6 +47,7 @@ __all__ = [
     "open_llm",
     "print_json",
     "settle_threads",
+    "stages",
     "use_threads",
     "words",
 ]
@@ -83,6 +84,13 @@ def print_json(document: Any) -> None:
 @contextmanager
 def counting(title: str) -> Iterator[Any]:
     """A progress bar on standard error that counts items: call it with (done, total)."""
+    with stages() as report:
+        yield lambda done, total: report(title, done, total)
+
+
+@contextmanager
+def stages() -> Iterator[Any]:
+    """Progress bars on standard error, one for each stage: call it with (stage, done, total)."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -92,8 +100,14 @@ def counting(title: str) -> Iterator[Any]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=notes, transient=True) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        tasks: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        yield report
 
 
 @contextmanager

@@ -8,8 +8,10 @@ import typer
 
 from ddtree.cli.chat import chat
 from ddtree.cli.common import notes
+from ddtree.cli.compare import compare
 from ddtree.cli.data import data
 from ddtree.cli.demo import demo
+from ddtree.cli.evaluate import evaluate
 from ddtree.cli.export import export
 from ddtree.cli.generate import generate
 from ddtree.cli.info import info
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 for verb in (demo, pull, generate, chat, info, data, train, export):
     app.command()(verb)
+app.command("eval")(evaluate)
+app.command()(compare)
 
 
 @app.callback()

@@ -1,11 +1,13 @@
 """Plain decoding of many sequences at once, for making data: static cache, one batch until all have ended.
 
-Rows that have ended are dropped now and then, so a batch shrinks as it goes.
+Rows that have ended are dropped now and then, so a batch shrinks as it goes. Sampling takes its noise from a
+generator, or, for sequences with seeds of their own, from the noise that the engine draws with: those say what the
+engine would say with that seed, whatever the batch (rounding aside).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from ddtree.models.cache import SlotCache
 from ddtree.models.target import TargetModel
 from ddtree.ops import Rows
+from ddtree.speculation.noise import gumbel, seed_tensor
 from ddtree.tree import chain_words
 
 __all__ = ["Decoded", "decode_batch", "decode_many"]
@@ -24,6 +27,8 @@ PREFILL_TOKENS = 65536
 # How often it is looked which rows have ended, and how few must be left for the others to be dropped.
 CHECK_STEPS = 16
 WORTH_SHRINKING = 0.8
+# What is added to scores [R, V] for tokens that will stand at some positions [R], by the prompt of each row [R].
+Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +48,13 @@ def decode_many(
     temperature: float,
     stop_ids: Sequence[int],
     batch: int,
-    generator: torch.Generator,
+    generator: torch.Generator | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> Iterator[list[Decoded]]:
-    """Continue every prompt, `batch` at a time, prompts of similar length together; yields batch by batch."""
+    """Continue every prompt, `batch` at a time, prompts of similar length together; yields batch by batch.
+
+    seeds: one for each prompt; without them a temperature above 0 draws from the device's generator.
+    """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for first in range(0, len(order), batch):
         chosen = order[first : first + batch]
@@ -56,6 +65,7 @@ def decode_many(
             temperature=temperature,
             stop_ids=stop_ids,
             generator=generator,
+            seeds=None if seeds is None else [seeds[i] for i in chosen],
         )
         yield [Decoded(i, tokens, ended) for i, (tokens, ended) in zip(chosen, found, strict=True)]
 
@@ -68,18 +78,21 @@ def decode_batch(
     max_tokens: int,
     temperature: float,
     stop_ids: Sequence[int],
-    generator: torch.Generator,
+    generator: torch.Generator | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[tuple[list[int], bool]]:
-    """Continue some prompts in step with each other. temperature 0 is greedy; the generator is the device's."""
+    """Continue some prompts in step with each other. temperature 0 is greedy; seeds as in `decode_many`."""
     device = target.device
+    noise = _drawn_noise(generator) if seeds is None else _keyed_noise(seed_tensor(seeds, device))
     lengths_R = torch.tensor([len(p) for p in prompts], device=device)
     longest = int(lengths_R.max())
     cache = target.new_cache(len(prompts), _stepped(longest + max_tokens))
     stops = torch.tensor(list(stop_ids), device=device)
-    tokens_R = _choose(_prefill(target, prompts, lengths_R, longest, cache), temperature, generator)
+    member_R = torch.arange(len(prompts), device=device)  # which prompt each row of the batch continues
+    last_RV = _prefill(target, prompts, lengths_R, longest, cache)
+    tokens_R = _choose(last_RV, temperature, noise, lengths_R, member_R)
     said_RT = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
     said_RT[:, 0] = tokens_R
-    member_R = torch.arange(len(prompts), device=device)  # which prompt each row of the batch continues
     live_R = ~torch.isin(tokens_R, stops)
     for step in range(1, max_tokens):
         if step % CHECK_STEPS == 0:  # a host read now and then, not at each step
@@ -93,8 +106,8 @@ def decode_batch(
         words = chain_words(member_R.numel(), 1, device)
         rows = Rows(tokens_R[:, None], lengths_R[:, None], lengths_R, words, _stepped(longest + step))
         hidden_R1h, _ = target(rows, cache)
-        tokens_R = _choose(target.logits(hidden_R1h[:, 0]), temperature, generator)
         lengths_R = lengths_R + 1
+        tokens_R = _choose(target.logits(hidden_R1h[:, 0]), temperature, noise, lengths_R, member_R)
         said_RT[member_R, step] = tokens_R
         live_R = live_R & ~torch.isin(tokens_R, stops)
     return [_cut(row, set(stop_ids)) for row in said_RT.tolist()]
@@ -134,12 +147,30 @@ def _prefill(
     return last_RV
 
 
-def _choose(logits_RV: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
+def _choose(logits_RV: Tensor, temperature: float, noise: Noise, positions_R: Tensor, member_R: Tensor) -> Tensor:
     if temperature == 0:
         return logits_RV.argmax(dim=-1)
-    scores_RV = logits_RV.float() / temperature
-    noise_RV = torch.empty_like(scores_RV).exponential_(generator=generator).clamp_(min=1e-30)
-    return (scores_RV - noise_RV.log()).argmax(dim=-1)
+    wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    scores_RV = wide_RV / temperature
+    return (scores_RV + noise(scores_RV, positions_R, member_R)).argmax(dim=-1)
+
+
+def _drawn_noise(generator: torch.Generator | None) -> Noise:
+    def noise(scores_RV: Tensor, positions_R: Tensor, member_R: Tensor) -> Tensor:
+        waiting_RV = torch.empty_like(scores_RV).exponential_(generator=generator).clamp_(min=1e-30)
+        return -waiting_RV.log()
+
+    return noise
+
+
+def _keyed_noise(seeds_E: Tensor) -> Noise:
+    """seeds_E: one for each prompt."""
+
+    def noise(scores_RV: Tensor, positions_R: Tensor, member_R: Tensor) -> Tensor:
+        noise_R1V = gumbel(seeds_E[member_R], positions_R[:, None], scores_RV.shape[1])
+        return noise_R1V[:, 0].to(scores_RV.dtype)
+
+    return noise
 
 
 def _cut(tokens: list[int], stops: set[int]) -> tuple[list[int], bool]:

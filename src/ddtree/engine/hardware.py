@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["DtypeChoice", "choose_dtype", "choose_threads", "thread_counts", "threads"]
+from ddtree.engine.config import DTYPES
+from ddtree.errors import ConfigError
+
+__all__ = ["DtypeChoice", "choose_dtype", "choose_threads", "resolve_dtype", "thread_counts", "threads"]
 
 LAYERS_TIMED = 8
 PASSES_TIMED = 4
@@ -37,6 +40,15 @@ def choose_dtype(device: torch.device) -> DtypeChoice:
     if any(getattr(torch.cpu, name, bool)() for name in probes):
         return DtypeChoice(torch.bfloat16, "the processor multiplies bfloat16")
     return DtypeChoice(torch.float32, "the processor has no bfloat16 arithmetic")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype of a name, the device's own for `auto`. ConfigError for a name that is none of them."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}: got {name!r}")
+    dtype = choose_dtype(device).dtype if name == "auto" else getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from ddtree.engine.config import DTYPES, EngineConfig, check_device
+from ddtree.engine.config import EngineConfig, check_device
 from ddtree.engine.engine import Engine
-from ddtree.engine.hardware import choose_dtype
+from ddtree.engine.hardware import resolve_dtype
 from ddtree.engine.request import Completion, Piece, Timing
-from ddtree.errors import ConfigError, RequestError
+from ddtree.errors import RequestError
 from ddtree.models.catalog import DEFAULT_MODEL
 from ddtree.models.hub import Progress, locate
 from ddtree.models.load import load_drafter, load_target
@@ -47,12 +47,11 @@ class LLM:
         cache_dir: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}: got {dtype!r}")
         config = config or EngineConfig()
         where = torch.device(check_device(device, torch.cuda.device_count()))
+        kind = resolve_dtype(dtype, where)
         local = locate(model, cache_dir=cache_dir, progress=progress)
-        target = load_target(local.folder, _dtype(dtype, where), where)
+        target = load_target(local.folder, kind, where)
         loaded = None
         if ALGORITHMS[config.mode].drafts_blocks or drafter is not None:
             loaded = load_drafter(drafter_folder(drafter, local), target)
@@ -138,9 +137,3 @@ class Gathering:
             records=tuple(p.record for p in self._pieces if p.record is not None),
             would_commit=sum(shadowed) if shadowed else None,
         )
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    dtype = choose_dtype(device).dtype if name == "auto" else getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -42,6 +42,14 @@ class DraftVocabulary:
         """Logits over the used columns. [..., used]."""
         return project(hidden, self.head[: self.used])
 
+    def target_logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """Logits over the target's vocabulary; what a reduced vocabulary cannot name has none (-inf). [..., V]."""
+        logits_C = self.logits(hidden)
+        if self.target_ids is None:
+            return logits_C
+        logits_V = logits_C.new_full((*logits_C.shape[:-1], vocab_size), -torch.inf)
+        return logits_V.index_copy_(-1, self.target_ids, logits_C)
+
     def tokens(self, columns: Tensor) -> Tensor:
         """Target token ids of columns."""
         return columns if self.target_ids is None else self.target_ids[columns]

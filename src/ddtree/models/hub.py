@@ -27,7 +27,7 @@ from ddtree.models.catalog import CATALOG, CatalogModel
 from ddtree.models.install import Progress, installed, prepare
 from ddtree.models.storage import NO_ACCESS, NO_SPACE, storage_error
 
-__all__ = ["LocalModel", "Progress", "find", "locate"]
+__all__ = ["LocalModel", "Progress", "find", "locate", "user_cache"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # no pickles: loading one runs its code
@@ -71,14 +71,14 @@ def locate(
     if is_here:
         return _local(Path(path), name)
     entry = CATALOG[name]
-    return _catalogued(entry, prepare(entry, cache_dir or _user_cache(), progress=progress))
+    return _catalogued(entry, prepare(entry, cache_dir or user_cache(), progress=progress))
 
 
 def find(name: str, *, cache_dir: Path | None = None) -> LocalModel | None:
     """What `locate` would return without fetching anything; None for a model that is not here yet."""
     if name in CATALOG and not Path(name).exists():
         entry = CATALOG[name]
-        folder = installed(entry, cache_dir or _user_cache())
+        folder = installed(entry, cache_dir or user_cache())
         return _catalogued(entry, folder) if folder is not None else None
     if _HUB_ID.fullmatch(name) and not Path(name).exists():
         try:
@@ -91,7 +91,8 @@ def find(name: str, *, cache_dir: Path | None = None) -> LocalModel | None:
     return locate(name, cache_dir=cache_dir)
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
+    """Where things are kept when no folder is named."""
     return Path(user_cache_dir("ddtree"))
 
 

@@ -36,19 +36,11 @@ class DFlashDrafter:
             lengths.longest + block_size,
         )
         hidden_RDh = run_block(self._model, self._vocabulary, rows, self._cache)[:, 1:]
-        logits_RDV = self._over_target(self._vocabulary.logits(hidden_RDh))
+        logits_RDV = self._vocabulary.target_logits(hidden_RDh, self._vocab_size)
         tables = self._edges
         if tables is None:
             return Proposal(logits_RDV)
         return Proposal(logits_RDV, lambda tokens_RDK: tables(anchors_R, tokens_RDK, hidden_RDh))
-
-    def _over_target(self, logits_RDC: Tensor) -> Tensor:
-        """Logits of the drafter's columns as logits of the target's tokens."""
-        if self._vocabulary.target_ids is None:
-            return logits_RDC
-        # A reduced vocabulary: what it cannot name is never drafted.
-        logits_RDV = logits_RDC.new_full((*logits_RDC.shape[:2], self._vocab_size), -torch.inf)
-        return logits_RDV.index_copy_(2, self._vocabulary.target_ids, logits_RDC)
 
     def absorb(self, features_RPF: Tensor, lengths: Lengths, counts_R: Tensor) -> None:
         place_P = torch.arange(features_RPF.shape[1], device=features_RPF.device)

@@ -1,0 +1,1 @@
+"""Evaluation: which drafter is better, on which text, at which budget."""
