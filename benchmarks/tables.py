@@ -128,19 +128,45 @@ def parity() -> str:
 
 def training() -> str:
     rows = []
-    for name in ("training", "training_continued"):
+    for name in ("training_small", "training_continued", "training"):
         report = result(name)
         last = report["validations"][-1]
         rows.append(
-            [
-                report["note"],
-                str(report["losses"][-1][0]),
-                f"{sum(loss for _, loss in report['losses'][-4:]) / 4:.2f}",
-                f"{last['chain']:.2f}",
-                f"{last['tree-64']:.2f}",
-            ]
+            [report["note"], str(report["losses"][-1][0]), f"{last['chain']:.2f}", f"{last['tree-64']:.2f}"]
         )
-    return markdown(("run", "steps", "training loss", "chain, held out", "tree of 64, held out"), rows)
+    return markdown(("run", "steps", "chain, held out", "tree of 64, held out"), rows)
+
+
+def ablation() -> str:
+    names = {
+        "base": "decay weights, the answers' tokens as labels",
+        "dpace": "D-PACE weights",
+        "soft": "half soft labels",
+        "causal": "causal block",
+    }
+    runs = result("ablation")["runs"]
+    rows = [
+        [
+            words,
+            *(f"{100 * share:.1f}" for share in runs[name]["accuracy"][:5]),
+            f"{runs[name]['expected_chain']:.3f}",
+        ]
+        for name, words in names.items()
+    ]
+    return markdown(("objective", *(f"position {k}" for k in range(1, 6)), "chain, expected"), rows)
+
+
+def edges() -> str:
+    with_edges, without = result("acceptance"), result("acceptance_no_edges")
+    rows = []
+    for task, found in with_edges["tasks"].items():
+        arms = [arm for arm in found if arm.startswith(("chain", "tree-"))]
+        cells = []
+        for arm in arms:
+            less, more = without["tasks"][task][arm]["mean"], found[arm]["mean"]
+            cells.append(f"{less:.2f} → {more:.2f} (+{100 * (more / less - 1):.0f} %)")
+        rows.append([TASKS.get(task, task), *cells])
+    return markdown(("prompts", *arms), rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -149,6 +175,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "acceptance_sampled": lambda: acceptance("acceptance_t1"),
     "parity": parity,
     "training": training,
+    "ablation": ablation,
+    "edges": edges,
 }
 
 if __name__ == "__main__":
