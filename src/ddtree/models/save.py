@@ -22,7 +22,7 @@ from ddtree.models.drafter_spec import INT8_METHOD
 from ddtree.models.edges import EdgeNet, save_edges
 from ddtree.models.parity import write_parity
 from ddtree.models.storage import writing
-from ddtree.models.weights import SCALE_SUFFIX, named_apart
+from ddtree.models.weights import SCALE_SUFFIX, assign, named_apart, read_tensors
 
 __all__ = ["new_folder", "pack_rows", "save_drafter"]
 
@@ -82,11 +82,22 @@ def save_drafter(
         tensors["d2t"] = vocabulary.target_ids.cpu() - columns
     with new_folder(folder) as partial:
         save_file({n: t.contiguous() for n, t in tensors.items()}, partial / "model.safetensors", {"format": "pt"})
-        write_parity(partial, model, vocabulary)
+        write_parity(partial, _as_written(partial, model), vocabulary)
         if edges is not None:
             save_edges(partial, edges)
         for name, content in {"config.json": config, **(extra or {})}.items():
             (partial / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _as_written(folder: Path, model: DFlashModel) -> DFlashModel:
+    """The model with the weights that a folder holds, rounded as they are there."""
+    tensors = read_tensors(folder)
+    for name in ("embed_tokens.weight", "lm_head.weight", "d2t"):  # the vocabulary's, which is handed on as it is
+        tensors.pop(name, None)
+    with torch.device("meta"):
+        written = DFlashModel(model.spec, model.ops)
+    assign(written, tensors, model.dtype, str(folder))
+    return written.to(model.fc.weight.device).eval()
 
 
 def pack_rows(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
