@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 
-from ddtree.training.capture import Features, causal_attend
+from ddtree.errors import ConfigError, StorageError
+from ddtree.training.capture import Features, causal_attend, feature_widths
 from ddtree.training.examples import load_examples, pack_for_step, write_shard
+from ddtree.training.feature_store import fingerprint, on_device, on_disk
+from ddtree.training.start import new_drafter
+from ddtree.training.trainer import Trainer
 from tests.toys import VOCABULARY, random_tokens, toy_target
+from tests.unit.test_trainer import CONFIG, write_examples
 
 
 def some_examples(folder):
@@ -16,11 +24,18 @@ def some_examples(folder):
     return load_examples(folder, VOCABULARY, 64)
 
 
-@torch.no_grad()
-def test_features_of_a_pack_are_those_of_each_example_alone(tmp_path):
+@pytest.mark.parametrize("where", ["device", "disk"])
+def test_features_of_a_pack_are_those_of_each_example_alone(tmp_path, where):
     target, examples = toy_target(), some_examples(tmp_path / "data")
-    cached, fresh = Features(target, examples, (0, 2), 1.0), Features(target, examples, (0, 2), 0.0)
-    for step in range(4):
+    count = examples.token_count, len(examples)
+    width = sum(feature_widths(target, (0, 2), False))
+    stores = {
+        "device": on_device(*count, width, target.dtype, target.device, 1.0),
+        "disk": on_disk(tmp_path / "cache", "key", *count, width, target.dtype),
+    }
+    cached, fresh = Features(target, examples, (0, 2), stores[where]), Features(target, examples, (0, 2))
+    # Both stores hold what was captured: the second time nothing is.
+    for step in (0, 1, 2, 3, 0):
         pack = pack_for_step(examples, step, context_tokens=64, anchors=8, seed=0, rank=0)
         found = cached.of_pack(pack).features_TF
         real_T = pack.example_T >= 0
@@ -30,3 +45,51 @@ def test_features_of_a_pack_are_those_of_each_example_alone(tmp_path):
             tokens = examples.tokens_T[start:end][None]
             _, alone = target.run(tokens, torch.arange(end - start)[None], causal_attend, (0, 2))
             torch.testing.assert_close(found[pack.example_T == member], alone[0], rtol=0, atol=1e-10)
+
+
+def test_a_file_of_features_serves_the_next_run(tmp_path, monkeypatch):
+    """The same run again captures nothing and has the same losses; other layers get a file of their own."""
+    config = dataclasses.replace(CONFIG, steps=4, feature_cache_dir=str(tmp_path / "cache"), soft_share=0.5)
+
+    def losses(**changes):
+        changed = dataclasses.replace(config, **changes)
+        target = toy_target("qwen3")
+        trainer = Trainer(changed, target, new_drafter(changed, target), write_examples(tmp_path / "data"))
+        return [report.loss for report in trainer.steps()]
+
+    first = losses()
+    assert len(list((tmp_path / "cache").glob("*.bin"))) == 1
+    calls = []
+    capture = Features._capture
+    monkeypatch.setattr(Features, "_capture", lambda self, *a: calls.append(self) or capture(self, *a))
+    assert losses() == first == losses(feature_cache_dir="")
+    assert len({id(call) for call in calls}) == 1, "only the run without a folder captures"
+    losses(target_layer_ids=(0, 1))
+    assert len(list((tmp_path / "cache").glob("*.bin"))) == 2
+
+
+def test_a_disk_without_room_is_named_before_anything_is_captured(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("ddtree.training.feature_store.shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(StorageError, match=r"the features of 500 tokens take .* and .* are free; free some space"):
+        on_disk(tmp_path, "key", 500, 3, 8, torch.float64)
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_features_too_many_for_the_device_are_refused_with_the_other_ways():
+    with pytest.raises(ConfigError, match=r"take 0\.1 GiB, but feature_cache_gib is 0\.01; .*feature_cache_dir"):
+        on_device(1000, 3, 16384, torch.float64, torch.device("cpu"), 0.01)
+
+
+def test_the_key_follows_target_layers_and_tokens(tmp_path):
+    examples = some_examples(tmp_path / "data")
+    weight = torch.ones(3)
+    keys = {
+        fingerprint(weight, (0, 2), examples, "x"),
+        fingerprint(2 * weight, (0, 2), examples, "x"),
+        fingerprint(weight, (0, 1), examples, "x"),
+        fingerprint(weight, (0, 2), examples, "y"),
+        fingerprint(weight, (0, 2), examples.take(torch.arange(5)), "x"),
+    }
+    assert len(keys) == 5
+    assert fingerprint(weight, (0, 2), examples, "x") in keys

@@ -73,13 +73,13 @@ def refused(result, code, *parts):
 
 
 def test_every_verb_has_help(run):
-    verbs = [command.callback.__name__ for command in app.registered_commands]
-    assert verbs == ["demo", "pull", "generate", "chat", "info", "data", "train", "export"]
+    verbs = [command.name or command.callback.__name__ for command in app.registered_commands]
+    assert verbs == ["demo", "pull", "generate", "chat", "info", "data", "train", "export", "eval", "compare"]
     code, out, _ = run("--help")
     assert code == 0
     assert all(verb in out for verb in verbs)
-    for command in app.registered_commands:
-        code, out, _ = run(command.callback.__name__, "--help")
+    for verb, command in zip(verbs, app.registered_commands, strict=True):
+        code, out, _ = run(verb, "--help")
         assert code == 0
         assert command.callback.__doc__.split()[0] in out
 

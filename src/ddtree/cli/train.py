@@ -12,6 +12,7 @@ import typer
 from ddtree.cli.common import JSON_OPTION, cache_dir, notes, print_json
 
 if TYPE_CHECKING:
+    from ddtree.training.examples import Examples
     from ddtree.training.trainer import StepReport, Trainer, ValidationReport
 
 __all__ = ["train"]
@@ -36,7 +37,7 @@ def train(
     from ddtree.training.config import read_config
     from ddtree.training.examples import load_examples
     from ddtree.training.parallel import join_group
-    from ddtree.training.start import load_weights, new_drafter, resolve_device, resolve_dtype
+    from ddtree.training.start import load_edge_weights, load_weights, new_drafter, resolve_device, resolve_dtype
     from ddtree.training.trainer import Trainer
 
     recipe = read_config(config, {"data": data, "out": out, **_assignments(set_)})
@@ -53,12 +54,14 @@ def train(
     if init_from is not None:
         load_weights(drafter[1], init_from)
     trainer = Trainer(recipe, target, drafter, examples, group)
+    if init_from is not None and trainer.edges is not None:
+        load_edge_weights(trainer.edges, init_from)
     run = Path(recipe.out)
     state = latest(run)
     if state is not None:
         trainer.resume(read_state(state))
     if group.leads:
-        _announce(trainer, len(examples), examples.too_short, state)
+        _announce(trainer, examples, state)
     reports = _run(trainer, run, stop_after_s)
     if as_json and group.leads:
         print_json(reports)
@@ -66,11 +69,21 @@ def train(
 
 def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
     """Train, validate and save by the recipe's intervals, or until the time is up."""
+    from ddtree.training.record import RunLog
+
     recipe, leads = trainer.config, trainer.group.leads
     started, first = time.monotonic(), trainer.step
     steps: list[dict[str, Any]] = []
     validations: list[dict[str, Any]] = []
+    log = RunLog(run) if leads else None
     saved = None
+
+    def tell(rows: list[dict[str, Any]], row: dict[str, Any], line: str) -> None:
+        if log is not None:
+            rows.append(row)
+            notes.print(line)
+            log.write(row)
+
     for report in trainer.steps():
         spent = time.monotonic() - started
         pace = spent / (report.step - first)
@@ -78,12 +91,10 @@ def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
         late = bool(stop_after_s) and spent > stop_after_s
         out_of_time = trainer.group.any(late, trainer.device)
         last = report.step == recipe.steps or out_of_time
-        if leads:
-            _log(run, steps, _step_row(report, spent), _step_line(report, recipe.steps, pace))
+        tell(steps, _step_row(report, spent), _step_line(report, recipe.steps, pace))
         if last or report.step % recipe.validate_every < recipe.log_every:
             validation = trainer.validate()
-            if leads:
-                _log(run, validations, _validation_row(validation), _validation_line(validation))
+            tell(validations, _validation_row(validation), _validation_line(validation))
         if last or report.step % recipe.checkpoint_every < recipe.log_every:
             saved = trainer.save(run)
         if out_of_time:
@@ -91,30 +102,24 @@ def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
     return {"steps": steps, "validations": validations, "checkpoint": str(saved) if saved else None}
 
 
-def _announce(trainer: Trainer, examples: int, too_short: int, state: Path | None) -> None:
+def _announce(trainer: Trainer, examples: Examples, state: Path | None) -> None:
     recipe = trainer.config
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    notes.print(f"drafter of {parameters / 1e6:.1f} M parameters for {recipe.target}; {examples:,} examples")
-    if too_short:
-        notes.print(f"{too_short} examples left out: fewer than two answer tokens")
+    notes.print(f"drafter of {parameters / 1e6:.1f} M parameters for {recipe.target}; {len(examples):,} examples")
+    if examples.too_short:
+        notes.print(f"{examples.too_short:,} examples left out: fewer than two answer tokens")
+    if examples.cut:
+        notes.print(f"{examples.cut:,} examples cut at max_length, {recipe.max_length} tokens")
+    kept = "captured anew each step"
+    if recipe.feature_cache_dir:
+        kept = f"kept in {Path(recipe.feature_cache_dir).name}"
+    elif recipe.feature_cache_gib:
+        kept = "kept on the device"
+    notes.print(f"features of all examples take {trainer.feature_gib:.1f} GiB: {kept}")
     for key in recipe.__slots__:
         notes.print(f"  {key} = {getattr(recipe, key)!r}")
     if state is not None:
         notes.print(f"resuming from {state.parent.name}")
-
-
-def _log(run: Path, rows: list[dict[str, Any]], row: dict[str, Any], line: str) -> None:
-    import json
-
-    from ddtree.models.storage import writing
-
-    rows.append(row)
-    notes.print(line)
-    path = run / "log.jsonl"
-    with writing(path):
-        run.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as log:
-            log.write(json.dumps(row) + "\n")
 
 
 def _step_row(report: StepReport, spent_s: float) -> dict[str, Any]:

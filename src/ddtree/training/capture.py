@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddtree.errors import ConfigError
 from ddtree.models.target import TargetModel
 from ddtree.training.examples import Examples, Pack, send
+from ddtree.training.feature_store import FeatureStore
 
-__all__ = ["Captured", "Features", "causal_attend"]
+__all__ = ["Captured", "Features", "causal_attend", "feature_widths"]
 
 # Padded tokens in one pass of the target.
 PASS_TOKENS = 32768
@@ -26,6 +26,12 @@ def causal_attend(layer: int, query_RNHd: Tensor, key_RNGd: Tensor, value_RNGd: 
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
+def feature_widths(target: TargetModel, layer_ids: Sequence[int], with_hidden: bool) -> list[int]:
+    """How wide the chosen layers' outputs are together, and the final hidden state where it is kept."""
+    hidden = target.spec.decoder.hidden
+    return [len(layer_ids) * hidden, with_hidden * hidden]
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """What the target thought at every packed token. features_TF: outputs of the chosen layers. hidden_Th: what
@@ -36,10 +42,9 @@ class Captured:
 
 
 class Features:
-    """Captured features of the examples. With a cache each example is captured once, else at every use.
+    """Captured features of the examples. With a store each example is captured once, else at every use.
 
-    The cache holds the examples end to end: example e begins at places_E[e]. with_hidden: keep the final hidden
-    states too, for soft labels.
+    A store holds the examples end to end: example e begins at places_E[e].
     """
 
     def __init__(
@@ -47,40 +52,36 @@ class Features:
         target: TargetModel,
         examples: Examples,
         layer_ids: Sequence[int],
-        cache_gib: float,
+        store: FeatureStore | None = None,
         with_hidden: bool = False,
     ) -> None:
-        self._widths = [len(layer_ids) * target.spec.decoder.hidden, with_hidden * target.spec.decoder.hidden]
+        """with_hidden: keep the final hidden states too, for soft labels."""
+        self._widths = feature_widths(target, layer_ids, with_hidden)
         self._target = target
         self._examples = examples
         self._layer_ids = tuple(layer_ids)
         self._lengths_E = examples.ends_E - examples.starts_E
         self._places_E = self._lengths_E.cumsum(0) - self._lengths_E
-        self._captured_E = torch.zeros(len(examples), dtype=torch.bool)
-        self._cache_TF = self._allocate(cache_gib) if cache_gib > 0 else None
-
-    @property
-    def gib(self) -> float:
-        """What the features of all examples take, in GiB."""
-        return int(self._lengths_E.sum()) * sum(self._widths) * self._target.dtype.itemsize / 2**30
+        self._store = store
 
     def of_pack(self, pack: Pack) -> Captured:
         """What was captured at every packed token, on the target's device; padding has that of some token."""
         device = self._target.device
         indices_E = torch.tensor(pack.examples)
-        if self._cache_TF is None:
+        if self._store is None:
             lengths_E = self._lengths_E[indices_E]
             places_E = lengths_E.cumsum(0) - lengths_E
-            into_TF = self._empty(int(lengths_E.sum()))
-            self._capture(indices_E, into_TF, places_E)
+            rows_TF = torch.empty(int(lengths_E.sum()), sum(self._widths), dtype=self._target.dtype, device=device)
+            self._capture(indices_E, rows_TF, places_E)
         else:
-            into_TF, places_E = self._cache_TF, self._places_E[indices_E]
-            missing = indices_E[~self._captured_E[indices_E]]
+            rows_TF, places_E = self._store.rows_TF, self._places_E[indices_E]
+            missing = indices_E[self._store.captured_E[indices_E] == 0]
             if missing.numel():
-                self._capture(missing, into_TF, self._places_E[missing])
-                self._captured_E[missing] = True
+                self._capture(missing, rows_TF, self._places_E[missing])
+                self._store.captured_E[missing] = 1
         place_T = places_E[pack.example_T.clamp(min=0)] + pack.positions_T
-        packed_TF = into_TF[send(torch.where(pack.example_T >= 0, place_T, 0), device)]
+        place_T = torch.where(pack.example_T >= 0, place_T, 0)
+        packed_TF = send(rows_TF[send(place_T, rows_TF.device)], device)
         return Captured(*packed_TF.split(self._widths, dim=1))
 
     @torch.no_grad()
@@ -104,16 +105,5 @@ class Features:
                 features_ELF = torch.cat([features_ELF, hidden_ELh], dim=-1)
             # Indices are made on the host: a boolean mask on the device would stall it.
             kept = send(real_EL.flatten().nonzero()[:, 0], device)
-            into_TF[send(place_EL[real_EL], device)] = features_ELF.flatten(0, 1)[kept]
-
-    def _allocate(self, limit_gib: float) -> Tensor:
-        tokens = int(self._lengths_E.sum())
-        if self.gib > limit_gib:
-            raise ConfigError(
-                f"the features of {tokens:,} tokens take {self.gib:.1f} GiB, but feature_cache_gib is "
-                f"{limit_gib:g}; raise it, use less data, or set it to 0 to capture anew"
-            )
-        return self._empty(tokens)
-
-    def _empty(self, tokens: int) -> Tensor:
-        return torch.empty(tokens, sum(self._widths), dtype=self._target.dtype, device=self._target.device)
+            found_TF = features_ELF.flatten(0, 1)[kept].to(into_TF.device)
+            into_TF[send(place_EL[real_EL], into_TF.device)] = found_TF

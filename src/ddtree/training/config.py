@@ -63,6 +63,9 @@ class TrainConfig:
     device: str = "auto"
     dtype: str = "auto"  # forward arithmetic; masters are float32. auto: bfloat16 on a GPU, float32 on a CPU
     feature_cache_gib: float = 0.0  # captured features kept on the device; 0: captured anew each step
+    feature_cache_dir: str = (
+        ""  # a folder to keep them in instead; a later run on the same answers finds them there
+    )
     compile: bool = False  # compile the drafter's forward and backward
     # record
     log_every: int = 20

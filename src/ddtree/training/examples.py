@@ -37,21 +37,33 @@ SHARD_PATTERN = "answers-*.safetensors"
 @dataclass(frozen=True, slots=True)
 class Examples:
     """All examples of a run, end to end. tokens_T: int64. starts_E, ends_E, prompts_E: int64; `prompts_E` is the
-    place of an example's first answer token. too_short counts examples left out for lack of a token to draft."""
+    place of an example's first answer token. too_short counts examples left out for lack of a token to draft,
+    cut those that were longer than wanted."""
 
     tokens_T: Tensor
     starts_E: Tensor
     ends_E: Tensor
     prompts_E: Tensor
     too_short: int
+    cut: int
 
     def __len__(self) -> int:
         return int(self.starts_E.numel())
 
+    @property
+    def token_count(self) -> int:
+        """Tokens of all examples together, prompts included."""
+        return int((self.ends_E - self.starts_E).sum())
+
     def take(self, index_E: Tensor) -> Examples:
         """Some of the examples; the tokens are shared."""
         return Examples(
-            self.tokens_T, self.starts_E[index_E], self.ends_E[index_E], self.prompts_E[index_E], self.too_short
+            self.tokens_T,
+            self.starts_E[index_E],
+            self.ends_E[index_E],
+            self.prompts_E[index_E],
+            self.too_short,
+            self.cut,
         )
 
 
@@ -145,7 +157,14 @@ def load_examples(folder: Path, vocab_size: int, max_length: int) -> Examples:
     usable_E = end_E - (start_E + prompt_E) >= 2
     if not usable_E.any():
         raise DataError(f"{folder}: no example has two answer tokens within {max_length} tokens")
-    all_examples = Examples(torch.cat(tokens), start_E, end_E, start_E + prompt_E, int((~usable_E).sum()))
+    all_examples = Examples(
+        torch.cat(tokens),
+        start_E,
+        end_E,
+        start_E + prompt_E,
+        int((~usable_E).sum()),
+        int((length_E > max_length).sum()),
+    )
     return all_examples.take(usable_E.nonzero()[:, 0])
 
 

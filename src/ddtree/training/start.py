@@ -10,12 +10,12 @@ import torch
 from ddtree.errors import ConfigError
 from ddtree.models.dflash import DFlashModel
 from ddtree.models.drafter_spec import parse_drafter
-from ddtree.models.edges import EdgeNet
+from ddtree.models.edges import EdgeNet, load_edges
 from ddtree.models.target import TargetModel
 from ddtree.models.weights import assign, read_tensors
 from ddtree.training.config import TrainConfig, resolve_drafter
 
-__all__ = ["load_weights", "new_drafter", "new_edges", "resolve_device", "resolve_dtype"]
+__all__ = ["load_edge_weights", "load_weights", "new_drafter", "new_edges", "resolve_device", "resolve_dtype"]
 
 INITIAL_SPREAD = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -81,3 +81,14 @@ def load_weights(model: DFlashModel, folder: Path) -> None:
     device, dtype = model.fc.weight.device, model.dtype
     assign(model, read_tensors(folder), dtype, str(folder))
     model.to(device).requires_grad_(True)
+
+
+def load_edge_weights(net: EdgeNet, folder: Path) -> None:
+    """Put the edges of a drafter folder, if it has some, into a fresh net. ConfigError for another shape."""
+    stored = load_edges(folder, net.parent.in_features, net.mix.weight.dtype, net.mix.weight.device)
+    if stored is None:
+        return
+    if stored.mix.weight.shape != net.mix.weight.shape:
+        rank, inner = stored.mix.weight.shape
+        raise ConfigError(f"{folder} has edges of edge_rank {rank} and edge_inner {inner}; set them so")
+    net.load_state_dict(stored.state_dict())

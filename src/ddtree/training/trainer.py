@@ -26,7 +26,7 @@ from ddtree.models.target import TargetModel
 from ddtree.provenance import provenance
 from ddtree.training.acceptance import Acceptance, measure_example
 from ddtree.training.attention import TILE, BlockLayout, block_masks, draft_blocks
-from ddtree.training.capture import Captured, Features
+from ddtree.training.capture import Captured, Features, feature_widths
 from ddtree.training.checkpoint import (
     TrainState,
     model_tensors,
@@ -38,6 +38,7 @@ from ddtree.training.checkpoint import (
 from ddtree.training.config import TrainConfig, check_resumable
 from ddtree.training.edges import edge_loss
 from ddtree.training.examples import Examples, Pack, pack_for_step, split_examples
+from ddtree.training.feature_store import FeatureStore, fingerprint, on_device, on_disk
 from ddtree.training.loss import Labels, Objective, draft_loss, loss_total
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
 from ddtree.training.parallel import Group
@@ -106,10 +107,9 @@ class Trainer:
         self._objective = Objective(
             config.decay_gamma, config.dpace_alpha, config.soft_share, config.soft_temperature
         )
-        self._features = Features(
-            target, self._training, ids, config.feature_cache_gib, with_hidden=config.soft_share > 0
-        )
-        self._held_out_features = Features(target, self._held_out, ids, 0.0)
+        soft = config.soft_share > 0
+        self._features = Features(target, self._training, ids, self._feature_store(ids, soft), soft)
+        self._held_out_features = Features(target, self._held_out, ids)
         self._optimizers = make_optimizers(self._trained, config)
         self._draft = torch.compile(draft_blocks, dynamic=False) if config.compile else draft_blocks
         self._fused = target.device.type == "cuda"
@@ -124,6 +124,12 @@ class Trainer:
     def device(self) -> torch.device:
         """Where the run computes."""
         return self._target.device
+
+    @property
+    def feature_gib(self) -> float:
+        """What the features of all examples of this process take, in GiB, wherever they are kept."""
+        width = sum(feature_widths(self._target, self.model.spec.layer_ids, self.config.soft_share > 0))
+        return self._training.token_count * width * self._target.dtype.itemsize / 2**30
 
     def steps(self) -> Iterator[StepReport]:
         """Train to the end of the recipe; yields a report each `log_every` steps and after the last."""
@@ -167,9 +173,23 @@ class Trainer:
     def resume(self, state: TrainState) -> None:
         """Go on from a state: the next step's loss is the one an unbroken run would have had. ConfigError when the
         recipe is for another drafter or other data than the run began with."""
-        restore(state, self._trained, self._optimizers)
         check_resumable(self.config, state.recipe)
+        restore(state, self._trained, self._optimizers)
         self.step = state.step
+
+    def _feature_store(self, layer_ids: tuple[int, ...], with_hidden: bool) -> FeatureStore | None:
+        """Where the recipe keeps captured features; None captures them anew each step."""
+        config, target = self.config, self._target
+        width = sum(feature_widths(target, layer_ids, with_hidden))
+        tokens, count = self._training.token_count, len(self._training)
+        if config.feature_cache_dir:
+            extra = f"{target.dtype} {with_hidden}"
+            weight = target.get_parameter(f"layers.{len(target.layers) - 1}.self_attn.o_proj.weight")
+            key = fingerprint(weight, layer_ids, self._training, extra)
+            return on_disk(Path(config.feature_cache_dir), key, tokens, count, width, target.dtype)
+        if config.feature_cache_gib > 0:
+            return on_device(tokens, count, width, target.dtype, target.device, config.feature_cache_gib)
+        return None
 
     def _pack(self, part: int) -> Pack:
         """The pack of one part of this step, where gradients add up over several."""
