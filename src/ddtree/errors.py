@@ -7,12 +7,15 @@ A message says what is wrong, why it is wrong, and the mend, in one line. Code r
 from __future__ import annotations
 
 __all__ = [
+    "BusyError",
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
     "DDTreeError",
     "DataError",
     "DivergedError",
     "DownloadError",
+    "EngineError",
     "RequestError",
     "StorageError",
     "UnsupportedError",
@@ -71,3 +74,25 @@ class DivergedError(DDTreeError):
     """Training came to a loss or a gradient that is no number."""
 
     exit_code = 8
+
+
+class BusyError(DDTreeError):
+    """The queue is full. `retry_after_s` is when a place may be free."""
+
+    exit_code = 9
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ClosedError(DDTreeError):
+    """The engine takes no new requests: it is draining or closed."""
+
+    exit_code = 9
+
+
+class EngineError(DDTreeError):
+    """A request was lost to a fault that was not its own."""
+
+    exit_code = 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Completion", "Piece", "RoundRecord", "Timing"]
+__all__ = ["Completion", "Piece", "RoundRecord", "Timing", "TokenLogprob"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,24 @@ class RoundRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the target held a token, in the log-softmax of its own logits, before any setting of the request.
+
+    top: the likeliest tokens and their log-probabilities, best first; as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """The newest part of an answer. The first piece comes from the prompt itself, all others from a round each.
 
     finish_reason: of the last piece, `stop` or `length`; else None. would_commit: in shadow mode, the tokens that
-    the round's tree would have committed. record: where records were asked for.
+    the round's tree would have committed. record: where records were asked for. logprobs: where they were asked
+    for, one for each of token_ids.
     """
 
     text: str
@@ -37,6 +50,7 @@ class Piece:
     finish_reason: str | None
     would_commit: int | None = None
     record: RoundRecord | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
