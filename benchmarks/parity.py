@@ -123,8 +123,7 @@ def many_rows(target: TargetModel, prompt: list[int], said: list[int], rows: int
     device = target.device
     cache = target.new_cache(1, len(prompt) + len(said) + rows + 1)
     verifier = TargetVerifier(target, cache, ())
-    for _ in verifier.prefill(prompt, len(prompt)):
-        pass
+    verifier.prefill([prompt], at(0, device))
     generator = torch.Generator().manual_seed(0)
     depth = max(rows // 2, 1)
     start = 0

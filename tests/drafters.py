@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.engine.request import Piece, RoundRecord
+from ddtree.engine.runner import Drafters
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
 from ddtree.speculation.chooser import Chooser
@@ -95,12 +96,12 @@ def _guesses(text: Sequence[int], vocab_size: int, draw: random.Random, chances:
     return logits_LV
 
 
-def draft_with(engine: Engine, drafter: Drafter) -> None:
+def draft_with(engine: BatchEngine, drafter: Drafter | Drafters) -> None:
     """Let an engine draft with something else than the model that it was made with."""
-    engine._drafter = drafter
+    engine.runner.drafters = drafter if isinstance(drafter, Drafters) else Drafters(drafter, drafter)
 
 
-def pieces(engine: Engine, prompt: Sequence[int], params: SamplingParams, plan: RoundPlan) -> list[Piece]:
+def pieces(engine: BatchEngine, prompt: Sequence[int], params: SamplingParams, plan: RoundPlan) -> list[Piece]:
     """A request from beginning to end, with records."""
     return list(engine.run(engine.fixed_job(prompt, params, plan, records=True)))
 

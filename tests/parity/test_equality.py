@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.models.block import block_tokens
 from ddtree.models.load import LoadedDrafter, load_drafter
 from ddtree.speculation.chooser import Chooser
@@ -103,7 +103,7 @@ def drafter_of(family):
 
 def new_engine(family, coupling=1.25, max_context=256, prefill_chunk=512):
     config = EngineConfig(max_context=max_context, coupling=coupling, prefill_chunk=prefill_chunk)
-    return Engine(target_of(family), drafter_of(family), config, lambda tokens: "")
+    return BatchEngine(target_of(family), drafter_of(family), config, lambda tokens: "")
 
 
 # One engine answers hundreds of requests: what it kept of one would show in the next.
@@ -119,7 +119,7 @@ def plainly(family, name, temperature, count=COUNT):
 def by_oracle(family, params, plan, expected, coupling=1.25, seed=0):
     """The answer with the oracle as drafter: its tokens, and the path of each round that drafted."""
     engine = engine_of(family, coupling)
-    own = engine._drafter
+    own = engine.runner.drafters
     draft_with(engine, OracleDrafter([[*PROMPT, *expected]], VOCABULARY, seed=seed))
     answer = pieces(engine, PROMPT, params, plan)
     draft_with(engine, own)
@@ -561,7 +561,7 @@ def test_drafts_are_those_of_a_plain_drafter_on_plain_features(tmp_path, monkeyp
         return proposal
 
     monkeypatch.setattr(DFlashDrafter, "propose", watched)
-    engine = Engine(target, drafter, EngineConfig(mode="tree", budget=64, max_context=64), lambda tokens: "")
+    engine = BatchEngine(target, drafter, EngineConfig(mode="tree", budget=64, max_context=64), lambda tokens: "")
     answer = pieces(engine, PROMPT, SamplingParams(max_tokens=30), engine.plan)
     assert any(has_gap(record.path) for record in records_of(answer))
     text = PROMPT + tokens_of(answer)

@@ -19,8 +19,9 @@ from transformers import PreTrainedTokenizerFast
 import ddtree
 from ddtree import LLM, EngineConfig, RoundPlan, SamplingParams
 from ddtree.engine.config import DEFAULT_BUDGETS, check_device
-from ddtree.engine.engine import Engine, Job
+from ddtree.engine.engine import BatchEngine
 from ddtree.engine.llm import Gathering
+from ddtree.engine.request import Job
 from ddtree.errors import ConfigError, RequestError, UnsupportedError
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
@@ -55,7 +56,7 @@ def target_of(eos_ids=(), max_positions=4096):
 def new_engine(eos_ids=(), drafter=True, max_positions=4096, decode=lambda tokens: "", **config):
     target = target_of(eos_ids, max_positions)
     loaded = LoadedDrafter(*toy_drafter(target, layers=1, layer_ids=LAYERS, block_size=BLOCK)) if drafter else None
-    return Engine(target, loaded, EngineConfig(**{"max_context": 256} | config), decode)
+    return BatchEngine(target, loaded, EngineConfig(**{"max_context": 256} | config), decode)
 
 
 @cache
@@ -141,13 +142,13 @@ def test_the_context_of_a_model_is_never_exceeded():
     engine = new_engine(max_positions=32, max_context=None)
     assert engine.max_context == 32
     ends = []
-    propose = engine._drafter.propose
+    propose = engine.runner.drafters.decode.propose
 
     def watched(anchors_R, lengths, block_size):
         ends.append(lengths.host[0] + block_size)
         return propose(anchors_R, lengths, block_size)
 
-    engine._drafter.propose = watched
+    engine.runner.drafters.decode.propose = watched
     for mode in ("chain", "tree", "shadow"):
         assert len(tokens_of(pieces(engine, PROMPT, SamplingParams(), plan_of(mode)))) == 22
     assert max(ends) == 31  # the last place is for the bonus
@@ -324,7 +325,7 @@ def test_every_algorithm_does_what_its_capabilities_say(mode, monkeypatch):
     text = plain_text()
     engine = with_oracle(new_engine(), text)
     answer = pieces(engine, PROMPT, SamplingParams(max_tokens=50), plan_of(mode))
-    oracle, records = engine._drafter, records_of(answer)
+    oracle, records = engine.runner.drafters.decode, records_of(answer)
     assert tokens_of(answer) == text[:50]
     assert bool(oracle._absorbed[0]) == capabilities.needs_target_features
     assert bool(oracle.anchors) == capabilities.drafts_blocks
@@ -654,7 +655,7 @@ def test_three_hundred_requests_on_one_engine():
             (prompt, one, tokens_of(pieces(plain_engine(), prompt, SamplingParams(**one, max_tokens=40), OFF)))
         )
     engine = new_engine(max_context=128, prefill_chunk=16)
-    model = engine._drafter
+    model = engine.runner.drafters
     longest = 0
     for request in range(300):
         prompt, one, expected = draw.choice(pool)

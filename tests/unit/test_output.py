@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.engine.output import BROKEN, Emitted, Output
 from ddtree.models.load import LoadedDrafter
 from ddtree.speculation.params import SamplingParams
@@ -157,7 +157,7 @@ def test_the_mask_is_a_token_like_any_other():
 def test_a_target_that_says_the_mask(mode):
     target = toy_target(layers=2)
     drafter = LoadedDrafter(*toy_drafter(target, layers=1, layer_ids=LAYERS))
-    engine = Engine(target, drafter, EngineConfig(max_context=128), byte_decode)
+    engine = BatchEngine(target, drafter, EngineConfig(max_context=128), byte_decode)
     params = SamplingParams(temperature=1, seed=1, max_tokens=60, logit_bias={MASK: 4.0})
     prompt = random_tokens(9, 1)
     expected = tokens_of(pieces(engine, prompt, params, fixed_plan("off", 1, 0)))

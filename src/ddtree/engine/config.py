@@ -14,6 +14,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 # Nodes that pay on a device before its budget has been measured there (docs/guides/tuning.md).
 DEFAULT_BUDGETS = {"cpu": 16, "cuda": 63}
 LARGEST_DEFAULT_CONTEXT = 8192
+LARGEST_BATCH, LARGEST_PAGE = 1024, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,11 @@ class EngineConfig:
     mode: off, chain, tree or shadow. budget: nodes of a tree, root not counted; None: the device's default.
     block_size: anchor and masks of a draft block; None: the drafter's own. max_context: prompt and answer
     together, in tokens; None: what target and drafter can, at most 8192. coupling: scale of coupled drafting when
-    sampling, None turns it off. prefill_chunk: prompt tokens in one pass.
+    sampling, None turns it off. prefill_chunk: prompt tokens in one pass. max_sequences: decoded at once; more
+    wait. page_size: places in a page of the caches. pages: how many there are; None: a whole context for every
+    sequence. prefix_cache: whether texts that begin alike share pages; None: where there is more than one
+    sequence, because alone, in short floats, the same request would round differently the second time.
+    memory_gib: for pages and passes, weights not counted; None: most of what is free.
     """
 
     mode: str = "tree"
@@ -32,6 +37,11 @@ class EngineConfig:
     max_context: int | None = None
     coupling: float | None = 1.25
     prefill_chunk: int = 512
+    max_sequences: int = 1
+    page_size: int = 16
+    pages: int | None = None
+    prefix_cache: bool | None = None
+    memory_gib: float | None = None
 
     def __post_init__(self) -> None:
         self.plan("cpu", 16)
@@ -41,6 +51,17 @@ class EngineConfig:
             raise ConfigError(f"coupling must lie between 0.1 and 100, or be None: got {self.coupling}")
         if self.prefill_chunk < 1:
             raise ConfigError(f"prefill_chunk must be at least 1 token: got {self.prefill_chunk}")
+        if not 1 <= self.max_sequences <= LARGEST_BATCH:
+            raise ConfigError(f"max_sequences must lie between 1 and {LARGEST_BATCH}: got {self.max_sequences}")
+        if not 1 <= self.page_size <= LARGEST_PAGE:
+            raise ConfigError(f"page_size must lie between 1 and {LARGEST_PAGE} places: got {self.page_size}")
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise ConfigError(f"memory_gib must be above 0: got {self.memory_gib}")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether texts that begin alike share pages."""
+        return self.max_sequences > 1 if self.prefix_cache is None else self.prefix_cache
 
     def plan(self, device_type: str, drafter_block_size: int) -> RoundPlan:
         """The plan of every round. ConfigError when a block is longer than the drafter's own."""

@@ -1,46 +1,49 @@
-"""The engine, first form: one request at a time over static buffers.
+"""The engine: requests in, pieces out, one loop for one request or for many.
 
-A request is prefilled in chunks, then taken round by round. Caches are allocated once and hold no lengths: those
-live in the request's round state, so nothing is left for the next request to find.
+Each step runs part of the texts that are still to be run, then one round of all requests that are being decoded.
+Requests join and leave between rounds, in any order, and say what they would say alone. Caches hold no lengths,
+and pages are counted exactly, so nothing of a request is left for the next one to find.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ddtree.engine.batch import Batch, Live
+from ddtree.engine.blocks import Blocks
 from ddtree.engine.config import EngineConfig, context_limit
+from ddtree.engine.counters import Snapshot, Tally
+from ddtree.engine.hardware import available_memory
+from ddtree.engine.logprobs import token_logprobs
+from ddtree.engine.memory import GIB, MemoryPlan, plan_memory
 from ddtree.engine.output import Decode, Emitted, Output
-from ddtree.engine.request import Piece, RoundRecord
-from ddtree.errors import ConfigError, RequestError
+from ddtree.engine.prefix import PrefixIndex
+from ddtree.engine.request import Completion, Gathering, Job, Piece, RoundRecord, TokenLogprob
+from ddtree.engine.runner import PageShape, Runner, batch_bucket, footprint
+from ddtree.engine.scheduler import Chunk, Scheduler, Track
+from ddtree.errors import ClosedError, ConfigError, DDTreeError, RequestError
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
-from ddtree.speculation.chooser import Chooser
-from ddtree.speculation.drafter import DFlashDrafter
+from ddtree.speculation.chooser import ChoiceError, Chooser
 from ddtree.speculation.params import SamplingParams
-from ddtree.speculation.plan import LARGEST_BUDGET, FixedPolicy, Policy, RoundPlan, fixed_plan
-from ddtree.speculation.protocols import Drafter, Lengths
-from ddtree.speculation.round import RoundOutcome, RoundState, run_round
-from ddtree.speculation.verifier import TargetVerifier
+from ddtree.speculation.plan import LARGEST_BUDGET, FixedPolicy, RoundPlan, capped, fixed_plan
+from ddtree.speculation.protocols import Lengths
+from ddtree.speculation.round import RoundOutcome
 
-__all__ = ["Engine", "Job"]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request: token ids, sampling, who plans its rounds, and whether rounds are recorded."""
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    policy: Policy
-    records: bool = False
+__all__ = ["BatchEngine"]
 
 
-class Engine:
-    """A target, a drafter where there is one, and their buffers."""
+class BatchEngine:
+    """A target, a drafter where there is one, their pages, and the requests on their way.
+
+    Not for several threads at once: `Service` gives it one of its own.
+    """
 
     def __init__(
         self,
@@ -53,25 +56,311 @@ class Engine:
         limits = {"target": target.spec.decoder.max_positions}
         if drafter is not None:
             limits["drafter"] = drafter.model.spec.decoder.max_positions
-        self.config = config
         self.target = target
         self.block_size = drafter.model.spec.block_size if drafter is not None else 1
         self.max_context = context_limit(config.max_context, limits)
-        self.plan = self.plan_for(config)
         self.clock = clock
-        self._decode = decode
-        self._turn = 0  # which request owns the buffers
+        self.serving = False  # a service owns the engine: nobody else may step it
         # The widest round that any plan may ask for: a tree joined with its spine.
-        capacity = self.max_context + LARGEST_BUDGET + 1 + self.block_size
-        self._cache = target.new_cache(1, capacity)
-        self._drafter: Drafter | None = None
-        if drafter is not None:
-            context = drafter.model.new_cache(1, capacity)
-            self._drafter = DFlashDrafter(drafter, context, target.spec.vocab_size)
+        places = self.max_context + LARGEST_BUDGET + 1 + self.block_size
+        self.memory = self._plan_memory(config, drafter, places)
+        self.config = config
+        if self.memory.plan != self.plan_for(config):
+            self.config = replace(config, budget=self.memory.plan.budget)
+        self.plan = self.plan_for(self.config)
+        shape = PageShape(self.memory.pages, config.page_size, self.memory.sequences, places)
+        self.runner = Runner(target, drafter, shape)
+        prefix = PrefixIndex() if config.shares_prefixes else None
+        self.blocks = Blocks(shape.pages, -(-places // config.page_size), prefix)
+        self.scheduler = Scheduler(self.blocks, config.page_size, shape.sequences, config.prefill_chunk)
+        self._decode = decode
+        self._live: dict[Track, Live] = {}
+        self._batch: Batch | None = None
+        self._nobody = self._chooser(SamplingParams())
+        self._tally = Tally()
+        self._round_began_s: float | None = None
+
+    # What requests may ask for
 
     def plan_for(self, config: EngineConfig) -> RoundPlan:
         """The plan that a configuration means here. ConfigError when this engine cannot run it."""
         return self._checked(config.plan(self.target.device.type, max(self.block_size, 2)))
+
+    def fixed_job(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        plan: RoundPlan | None = None,
+        records: bool = False,
+        logprobs: int | None = None,
+    ) -> Job:
+        """A job whose rounds all follow one plan, the engine's own unless another is given."""
+        if plan is not None:
+            plan = self._checked(fixed_plan(plan.mode, plan.block_size, plan.budget))
+        return Job(prompt, params, FixedPolicy(plan or self.plan), records, logprobs)
+
+    def capped_plan(self, mode: str | None, budget: int | None) -> RoundPlan:
+        """The engine's plan under a request's caps. RequestError when a cap cannot be one."""
+        try:
+            return capped(self.plan, mode, budget)
+        except ConfigError as error:
+            raise RequestError(str(error)) from error
+
+    def check(self, job: Job) -> None:
+        """Raise RequestError when a job cannot be honoured. Reads nothing that a step changes."""
+        if not job.prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        if len(job.prompt) >= self.max_context:
+            raise RequestError(
+                f"the prompt has {len(job.prompt)} tokens, but the context holds {self.max_context} for prompt "
+                "and answer together; shorten it, or raise max_context where the model allows it"
+            )
+        vocabulary = self.target.spec.vocab_size
+        outside = [token for token in job.prompt if not 0 <= token < vocabulary]
+        if outside:
+            raise RequestError(f"the prompt holds token {outside[0]}, outside the vocabulary of {vocabulary}")
+        if job.logprobs is not None and not 0 <= job.logprobs <= vocabulary:
+            raise RequestError(f"logprobs must lie between 0 and {vocabulary}: got {job.logprobs}")
+        job.params.check_vocabulary(vocabulary)
+
+    # One request, to its end
+
+    def run(self, job: Job) -> Iterator[Piece]:
+        """Take a request to its end, piece by piece, and others that are on their way with it. RequestError when
+        it cannot be honoured."""
+        if self.serving:
+            raise ClosedError("this engine answers for a service; submit requests there")
+        pieces: deque[Piece] = deque()
+        ends: list[Completion | DDTreeError] = []
+        live = self.add(job, pieces.append, ends.append)
+        try:
+            while pieces or not ends:
+                if pieces:
+                    yield pieces.popleft()
+                else:
+                    self.step()
+        finally:
+            self.cancel(live)
+        if isinstance(ends[0], DDTreeError):
+            raise ends[0]
+
+    # Many requests
+
+    def add(
+        self, job: Job, on_piece: Callable[[Piece], None], on_end: Callable[[Completion | DDTreeError], None]
+    ) -> Live:
+        """Queue a request. `step` calls back: pieces in order, then the end, once. RequestError as in `check`."""
+        self.check(job)
+        # A request that never drafts needs no features; every other one keeps the drafter's context.
+        context = job.policy.may_draft and self.runner.drafters is not None
+        width = max(self.plan.rows, self.block_size) if context else 1
+        track = Track(list(job.prompt), width, context, goal=len(job.prompt))
+        live = Live(
+            job=job,
+            track=track,
+            output=Output(job.params, self.target.spec.eos_ids, self._decode),
+            chooser=self._chooser(job.params),
+            gathering=Gathering(len(job.prompt), self.clock()),
+            on_piece=on_piece,
+            on_end=on_end,
+        )
+        self._live[track] = live
+        self.scheduler.add(track)
+        self._tally.prompt_tokens += len(job.prompt)
+        return live
+
+    def cancel(self, live: Live) -> None:
+        """End a request between two steps; its pages are free at once. One that has ended is left alone."""
+        if live.track in self._live:
+            self._leave(live, "cancelled")
+            live.on_end(live.gathering.completion())
+
+    def abandon(self, error: DDTreeError) -> None:
+        """End every request with an error."""
+        for live in list(self._live.values()):
+            self._fail(live, error)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._live)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Run a part of the waiting texts, and one round of those that are decoded."""
+        self._round_began_s = self.clock()
+        for track in self.scheduler.running:
+            if track.decoding:
+                self._plan_round(self._live[track])
+        plan = self.scheduler.plan()
+        if plan.fresh:
+            self.runner.clear(plan.fresh)
+        if plan.chunks:
+            self._prefill(plan.chunks)
+        if plan.decode:
+            self._round([self._live[track] for track in plan.decode])
+
+    def snapshot(self) -> Snapshot:
+        """The engine in numbers."""
+        tally, scheduler = self._tally, self.scheduler
+        return Snapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=self.blocks.total,
+            pages_used=self.blocks.held,
+            pages_cached=self.blocks.cached,
+            prompt_tokens=tally.prompt_tokens,
+            prefix_hit_tokens=tally.prefix_hit_tokens,
+            preemptions=scheduler.preemptions,
+            finished=dict(tally.finished),
+            modes=tally.modes(),
+            phase_seconds=dict(tally.phase_seconds),
+            zero_acceptance_rounds=tally.zero_acceptance_rounds,
+            zero_acceptance=tally.zero_acceptance,
+            since_round_s=self.since_round_s,
+        )
+
+    @property
+    def since_round_s(self) -> float | None:
+        """Seconds since the last step began; None while there is nothing to do."""
+        if self._round_began_s is None or not self.busy:
+            return None
+        return self.clock() - self._round_began_s
+
+    # Steps
+
+    def _plan_round(self, live: Live) -> None:
+        """Ask the request's policy, and say how many places its round may write."""
+        live.plan = live.job.policy.plan().within(min(live.output.tokens_left, live.room(self.max_context)))
+        # A block of the batch may be longer than the request's own.
+        live.track.width = max(live.plan.rows, self.block_size if live.track.context else 1)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        began_s = self.clock()
+        last_Rh = self.runner.prefill(
+            [chunk.tokens for chunk in chunks],
+            [chunk.first for chunk in chunks],
+            [chunk.track.pages for chunk in chunks],
+            any(chunk.track.context for chunk in chunks),
+        )
+        for chunk in chunks:
+            self.scheduler.computed(chunk.track, chunk.first + chunk.count)
+        lives = [self._live[chunk.track] for chunk in chunks]
+        # A request that was pushed out has its anchor already.
+        whole = [r for r, live in enumerate(lives) if live.track.decoding and live.history is None]
+        if whole:
+            logits_RV = self.target.logits(last_Rh[whole] if len(whole) < len(chunks) else last_Rh)
+            for live, logits_V in zip([lives[r] for r in whole], logits_RV, strict=True):
+                self._first(live, logits_V[None])
+        self._tally.seconds({"prefill": self.clock() - began_s})
+
+    def _first(self, live: Live, logits_1V: Tensor) -> None:
+        """Choose the first token of an answer, which becomes the first anchor."""
+        self._tally.prefix_hit_tokens += live.track.hit or 0
+        count = live.track.computed
+        lengths = Lengths(torch.tensor([count], device=self.target.device), (count,))
+        try:
+            history = live.chooser.begin([live.track.tokens])
+            tokens = tuple(live.chooser.first(logits_1V, history, lengths).tolist())
+            live.history = live.chooser.extend(history, [tokens])
+        except ChoiceError as fault:
+            self._fail(live, fault.error)
+            return
+        emitted = live.output.push(tokens, live.room(self.max_context) > 0)
+        self._emit(live, emitted, self._logprobs(live, logits_1V, emitted))
+
+    def _round(self, members: list[Live]) -> None:
+        batch = self._gathered(members)
+        context = any(member.track.context for member in members)
+        try:
+            outcome = self.runner.round(
+                batch.state, batch.plans(), batch.pages(), batch.chooser, context, self.clock
+            )
+        except ChoiceError as fault:
+            # Nothing was kept of the round: the others run it again in the next step.
+            self._fail(members[fault.sequence], fault.error)
+            return
+        batch.state = outcome.state
+        self._tally.seconds(outcome.seconds)
+        shapes = torch.stack([outcome.tree.sizes_R, outcome.tree.depths_RN.amax(dim=1)], dim=1).tolist()
+        for r, live in enumerate(members):
+            self._advance(live, r, outcome, *shapes[r])
+
+    def _gathered(self, members: list[Live]) -> Batch:
+        """The batch of these members: the last one, unless somebody came or went."""
+        if self._batch is None or list(self._batch.members) != members:
+            if self._batch is not None:
+                self._batch.part()
+            size = batch_bucket(len(members), self.target.device, self.memory.sequences)
+            self._batch = Batch(members, size, self._nobody, self.target.device)
+        return self._batch
+
+    def _advance(self, live: Live, r: int, outcome: RoundOutcome, nodes: int, deepest: int) -> None:
+        """Emit what a round brought to member r."""
+        committed = outcome.committed[r]
+        live.track.computed += len(committed)
+        emitted = live.output.push(committed, live.room(self.max_context) > 0)
+        count = len(emitted.token_ids)
+        live.job.policy.observe(live.plan, count)
+        accepted = min(count, len(committed) - 1)
+        self._tally.round(live.plan.mode, drafted=nodes - 1, deepest=deepest, accepted=accepted, emitted=count)
+        logprobs = None
+        if live.job.logprobs is not None:
+            logprobs = self._logprobs(live, outcome.logits_RNV[r, outcome.accepted.path_RP[r, :count]], emitted)
+        record = _record(live.plan, outcome, r, emitted) if live.job.records else None
+        self._emit(live, emitted, logprobs, outcome.would_accept[r], record)
+
+    def _logprobs(self, live: Live, logits_PV: Tensor, emitted: Emitted) -> tuple[TokenLogprob, ...] | None:
+        if live.job.logprobs is None:
+            return None
+        return token_logprobs(logits_PV, emitted.token_ids, live.job.logprobs, self.target.ops)
+
+    def _emit(
+        self,
+        live: Live,
+        emitted: Emitted,
+        logprobs: tuple[TokenLogprob, ...] | None,
+        would: int | None = None,
+        record: RoundRecord | None = None,
+    ) -> None:
+        live.track.tokens += emitted.token_ids
+        self.scheduler.computed(live.track, live.track.computed)
+        piece = Piece(emitted.text, emitted.token_ids, emitted.finish_reason, would, record, logprobs)
+        live.gathering.add(piece, self.clock())
+        if emitted.finish_reason is not None:
+            self._leave(live, emitted.finish_reason)
+        live.on_piece(piece)
+        if emitted.finish_reason is not None:
+            live.on_end(live.gathering.completion())
+
+    def _fail(self, live: Live, error: DDTreeError) -> None:
+        self._leave(live, "error")
+        live.on_end(error)
+
+    def _leave(self, live: Live, reason: str) -> None:
+        self.scheduler.remove(live.track)
+        del self._live[live.track]
+        self._tally.finished[reason] += 1
+        if not self._live:
+            self._batch = None  # nobody is left whose history it would keep
+
+    # Making
+
+    def _plan_memory(self, config: EngineConfig, drafter: LoadedDrafter | None, places: int) -> MemoryPlan:
+        target, model = self.target, None if drafter is None else drafter.model
+        available = available_memory(target.device)
+        if config.memory_gib is not None:
+            available = int(config.memory_gib * GIB)
+        return plan_memory(
+            footprint(target, model, target.device, target.dtype),
+            available,
+            plan=self.plan_for(config),
+            sequences=config.max_sequences,
+            places=places,
+            page_size=config.page_size,
+            pages=config.pages,
+            prefill_chunk=config.prefill_chunk,
+        )
 
     def _checked(self, plan: RoundPlan) -> RoundPlan:
         if plan.capabilities.drafts_blocks and self.block_size == 1:
@@ -84,102 +373,28 @@ class Engine:
             )
         return plan
 
-    def fixed_job(
-        self, prompt: Sequence[int], params: SamplingParams, plan: RoundPlan | None = None, records: bool = False
-    ) -> Job:
-        """A job whose rounds all follow one plan, the engine's own unless another is given."""
-        if plan is not None:
-            plan = self._checked(fixed_plan(plan.mode, plan.block_size, plan.budget))
-        return Job(prompt, params, FixedPolicy(plan or self.plan), records)
-
-    @torch.inference_mode()
-    def run(self, job: Job) -> Iterator[Piece]:
-        """Take a request to its end, piece by piece. RequestError when it cannot be honoured."""
-        self._check(job)
-        self._turn += 1
-        turn = self._turn
-        # A request that never drafts needs no features; every other one keeps the drafter's context.
-        drafter = self._drafter if job.policy.may_draft else None
-        layers = () if drafter is None else drafter.feature_layers
-        verifier = TargetVerifier(self.target, self._cache, layers)
+    def _chooser(self, params: SamplingParams) -> Chooser:
+        spec = self.target.spec
+        horizon = max(self.block_size - 1, 1)
         coupling = self.config.coupling
-        chooser = Chooser(
-            [job.params],
-            self.target.spec.vocab_size,
-            self.target.ops,
-            self.target.device,
-            max(self.block_size - 1, 1),
-            coupling,
-            self.target.spec.eos_ids,
+        return Chooser(
+            [params], spec.vocab_size, self.target.ops, self.target.device, horizon, coupling, spec.eos_ids
         )
-        output = Output(job.params, self.target.spec.eos_ids, self._decode)
-        state = self._prefill(job.prompt, verifier, drafter, chooser)
-        emitted = output.push(state.anchors_R.tolist(), self._room(state) > 0)
-        yield Piece(emitted.text, emitted.token_ids, emitted.finish_reason)
-        while output.finish_reason is None:
-            if turn != self._turn:
-                raise RequestError(
-                    "another request was begun on this engine before this one had ended; an engine answers one at "
-                    "a time, so finish or close a request before the next"
-                )
-            plan = job.policy.plan().within(min(output.tokens_left, self._room(state)))
-            outcome = run_round(state, plan, drafter, verifier, chooser)
-            state = outcome.state
-            emitted = output.push(outcome.committed[0], self._room(state) > 0)
-            job.policy.observe(plan, len(emitted.token_ids))
-            would = None if outcome.would_accept is None else outcome.would_accept[0]
-            record = _record(plan, outcome, emitted) if job.records else None
-            yield Piece(emitted.text, emitted.token_ids, emitted.finish_reason, would, record)
-
-    def _prefill(
-        self, prompt: Sequence[int], verifier: TargetVerifier, drafter: Drafter | None, chooser: Chooser
-    ) -> RoundState:
-        """Run the prompt and choose the first token, which becomes the first anchor."""
-        device = self.target.device
-        for first, hidden_11h, features_1NF in verifier.prefill(prompt, self.config.prefill_chunk):
-            last_11h = hidden_11h
-            if drafter is not None:
-                count = features_1NF.shape[1]
-                at = Lengths(torch.tensor([first], device=device), (first,))
-                drafter.absorb(features_1NF, at, torch.tensor([count], device=device))
-        lengths = Lengths(torch.tensor([len(prompt)], device=device), (len(prompt),))
-        history = chooser.begin([prompt])
-        anchors_R = chooser.first(self.target.logits(last_11h)[:, 0], history, lengths)
-        history = chooser.extend(history, [tuple(anchors_R.tolist())])
-        return RoundState(anchors_R, lengths, history)
-
-    def _check(self, job: Job) -> None:
-        if not job.prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        if len(job.prompt) >= self.max_context:
-            raise RequestError(
-                f"the prompt has {len(job.prompt)} tokens, but the context holds {self.max_context} for prompt "
-                "and answer together; shorten it, or raise max_context where the model allows it"
-            )
-        vocabulary = self.target.spec.vocab_size
-        outside = [token for token in job.prompt if not 0 <= token < vocabulary]
-        if outside:
-            raise RequestError(f"the prompt holds token {outside[0]}, outside the vocabulary of {vocabulary}")
-
-    def _room(self, state: RoundState) -> int:
-        """How many tokens still fit into the context after the anchor."""
-        return self.max_context - state.lengths.host[0] - 1
 
 
-def _record(plan: RoundPlan, outcome: RoundOutcome, emitted: Emitted) -> RoundRecord:
+def _record(plan: RoundPlan, outcome: RoundOutcome, r: int, emitted: Emitted) -> RoundRecord:
     tree = outcome.tree
-    size = int(tree.sizes_R[0])
+    size = int(tree.sizes_R[r])
     tokens, parents, depths = (
-        tuple(a[0, :size].tolist()) for a in (tree.tokens_RN, tree.parents_RN, tree.depths_RN)
+        tuple(a[r, :size].tolist()) for a in (tree.tokens_RN, tree.parents_RN, tree.depths_RN)
     )
-    would = outcome.would_accept
     return RoundRecord(
         mode=plan.mode,
         tokens=tokens,
         parents=parents,
         depths=depths,
-        scores=tuple(tree.scores_RN[0, :size].tolist()),
-        path=tuple(outcome.accepted.path_RP[0, : int(outcome.accepted.lengths_R[0])].tolist()),
+        scores=tuple(tree.scores_RN[r, :size].tolist()),
+        path=tuple(outcome.accepted.path_RP[r, : int(outcome.accepted.lengths_R[r])].tolist()),
         emitted=emitted.token_ids,
-        would_commit=None if would is None else would[0],
+        would_commit=outcome.would_accept[r],
     )

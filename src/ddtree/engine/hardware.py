@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,15 @@ from torch import Tensor
 from ddtree.engine.config import DTYPES
 from ddtree.errors import ConfigError
 
-__all__ = ["DtypeChoice", "choose_dtype", "choose_threads", "resolve_dtype", "thread_counts", "threads"]
+__all__ = [
+    "DtypeChoice",
+    "available_memory",
+    "choose_dtype",
+    "choose_threads",
+    "resolve_dtype",
+    "thread_counts",
+    "threads",
+]
 
 LAYERS_TIMED = 8
 PASSES_TIMED = 4
@@ -49,6 +60,23 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     dtype = choose_dtype(device).dtype if name == "auto" else getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that may be planned with: nine tenths of a GPU's free memory, eight of what the machine can give."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * 0.9)
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):  # Linux alone tells what is free, and what a container may use
+        numbers = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(numbers["MemAvailable"].split()[0]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(kept["inactive_file"])
+            free = min(free, max(int(limit) - used, 0))
+    return int(free * 0.8)
 
 
 def thread_counts(cores: int) -> tuple[int, ...]:

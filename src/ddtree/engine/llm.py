@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from ddtree.engine.config import EngineConfig, check_device
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.engine.hardware import resolve_dtype
-from ddtree.engine.request import Completion, Piece, Timing
+from ddtree.engine.request import Completion, Gathering, Piece
+from ddtree.engine.service import Service
 from ddtree.errors import RequestError
 from ddtree.models.catalog import DEFAULT_MODEL
 from ddtree.models.hub import Progress, locate
@@ -28,7 +29,7 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 class LLM:
-    """A target with its drafter, answering one request at a time.
+    """A target with its drafter, answering one request at a time, or many at once through `service`.
 
     model: a known name (`smollm2-135m`), a hub id or a folder. drafter: likewise; None takes the one shipped for
     the model. dtype `auto` is bfloat16 where the hardware has it. The other options are those of `EngineConfig`.
@@ -57,7 +58,12 @@ class LLM:
             loaded = load_drafter(drafter_folder(drafter, local), target)
         self.name = local.name
         self.tokenizer = ChatTokenizer(local.folder)
-        self.engine = Engine(target, loaded, config, self.tokenizer.decode)
+        self.engine = BatchEngine(target, loaded, config, self.tokenizer.decode)
+
+    def service(self, *, max_queue: int = 64) -> Service:
+        """The engine on a thread of its own, for many requests at once; `max_sequences` of the configuration says
+        how many are decoded together. From then on the engine answers through the service alone."""
+        return Service(self.engine, max_queue=max_queue)
 
     def plan(self, mode: str | None = None, budget: int | None = None, block_size: int | None = None) -> RoundPlan:
         """The engine's plan with some of it changed, for one request."""
@@ -111,29 +117,3 @@ class LLM:
         return gathering.completion()
 
 
-class Gathering:
-    """Pieces on their way to a completion. Times are the engine's clock, read as each piece arrives."""
-
-    def __init__(self, prompt_tokens: int, started_s: float) -> None:
-        self._prompt_tokens = prompt_tokens
-        self._times_s = [started_s]
-        self._pieces: list[Piece] = []
-
-    def add(self, piece: Piece, now_s: float) -> None:
-        self._pieces.append(piece)
-        self._times_s.append(now_s)
-
-    def completion(self) -> Completion:
-        """The answer so far; a request that was left before its end counts as cancelled."""
-        shadowed = [p.would_commit for p in self._pieces if p.would_commit is not None]
-        first_s = self._times_s[1] if self._pieces else self._times_s[0]
-        return Completion(
-            text="".join(p.text for p in self._pieces),
-            token_ids=tuple(t for p in self._pieces for t in p.token_ids),
-            finish_reason=(self._pieces[-1].finish_reason if self._pieces else None) or "cancelled",
-            prompt_tokens=self._prompt_tokens,
-            rounds=max(len(self._pieces) - 1, 0),
-            timing=Timing(first_s - self._times_s[0], self._times_s[-1] - first_s),
-            records=tuple(p.record for p in self._pieces if p.record is not None),
-            would_commit=sum(shadowed) if shadowed else None,
-        )

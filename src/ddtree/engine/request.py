@@ -1,10 +1,27 @@
-"""What a caller gets: pieces while a request runs, a completion at its end, and records of its rounds."""
+"""What an engine is asked, and what a caller gets: pieces while a request runs, a completion at its end, and
+records of its rounds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Completion", "Piece", "RoundRecord", "Timing", "TokenLogprob"]
+from ddtree.speculation.params import SamplingParams
+from ddtree.speculation.plan import Policy
+
+__all__ = ["Completion", "Gathering", "Job", "Piece", "RoundRecord", "Timing", "TokenLogprob"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request: token ids, sampling, who plans its rounds, whether rounds are recorded, and how many of the
+    likeliest tokens are reported with each token (0: the chosen one alone; None: nothing)."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    policy: Policy
+    records: bool = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +106,31 @@ class Completion:
         """Emitted tokens after the first, over the time that they took; None without any."""
         decoded = len(self.token_ids) - 1
         return decoded / self.timing.decode_s if decoded and self.timing.decode_s > 0 else None
+
+
+class Gathering:
+    """Pieces on their way to a completion. Times are the engine's clock, read as each piece arrives."""
+
+    def __init__(self, prompt_tokens: int, started_s: float) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._times_s = [started_s]
+        self._pieces: list[Piece] = []
+
+    def add(self, piece: Piece, now_s: float) -> None:
+        self._pieces.append(piece)
+        self._times_s.append(now_s)
+
+    def completion(self) -> Completion:
+        """The answer so far; a request that was left before its end counts as cancelled."""
+        shadowed = [p.would_commit for p in self._pieces if p.would_commit is not None]
+        first_s = self._times_s[1] if self._pieces else self._times_s[0]
+        return Completion(
+            text="".join(p.text for p in self._pieces),
+            token_ids=tuple(t for p in self._pieces for t in p.token_ids),
+            finish_reason=(self._pieces[-1].finish_reason if self._pieces else None) or "cancelled",
+            prompt_tokens=self._prompt_tokens,
+            rounds=max(len(self._pieces) - 1, 0),
+            timing=Timing(first_s - self._times_s[0], self._times_s[-1] - first_s),
+            records=tuple(p.record for p in self._pieces if p.record is not None),
+            would_commit=sum(shadowed) if shadowed else None,
+        )

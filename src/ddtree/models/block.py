@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddtree.models.cache import SlotCache
+from ddtree.models.cache import Cache
 from ddtree.models.dflash import DFlashModel, DraftVocabulary
 from ddtree.models.layers import DecoderLayer
 from ddtree.ops import Rows, View
@@ -39,7 +39,7 @@ def block_rows(anchors_R: Tensor, lengths_R: Tensor, block_size: int, mask_token
     )
 
 
-def run_block(model: DFlashModel, vocabulary: DraftVocabulary, rows: Rows, cache: SlotCache) -> Tensor:
+def run_block(model: DFlashModel, vocabulary: DraftVocabulary, rows: Rows, cache: Cache) -> Tensor:
     """Hidden states of a block's rows. [R, b, h]."""
     embedded_Rbh = vocabulary.embedding[rows.tokens_RN].to(model.dtype)
     return model(rows, embedded_Rbh, cache)

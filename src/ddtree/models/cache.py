@@ -8,11 +8,40 @@ Rows of a pass are written at places lengths_R[r] + n; `keep` then moves the acc
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CacheShape", "SlotCache"]
+__all__ = ["Cache", "CacheShape", "SlotCache"]
+
+
+class Cache(Protocol):
+    """What models and verifiers need of a cache, whoever owns its memory."""
+
+    @property
+    def capacity(self) -> int:
+        """Places that each sequence may use."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def slots(self, places_RN: Tensor, real_RN: Tensor | None = None) -> Tensor:
+        """Slots of some places of each sequence, to write to; a bin for those that are not real. int64 [R, N]."""
+        ...
+
+    def write(self, layer: int, slots_RN: Tensor, keys_RNGd: Tensor, values_RNGd: Tensor) -> None:
+        """Store one layer's keys and values."""
+        ...
+
+    def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
+        """The first `span` places of every sequence: keys and values, each [R, span, G, d]."""
+        ...
+
+    def keep(self, from_places_RP: Tensor, to_places_RP: Tensor, real_RP: Tensor) -> None:
+        """Move places of all layers; gathers everything before it scatters, so ranges may overlap."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +75,14 @@ class SlotCache:
         self._bin = slots
         self._table_RS = table_RS
         self._first_R1 = torch.arange(shape.sequences, device=device)[:, None] * shape.capacity
+
+    @property
+    def capacity(self) -> int:
+        return self.shape.capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
 
     def slots(self, places_RN: Tensor, real_RN: Tensor | None = None) -> Tensor:
         """Slots of some places of each sequence; the bin for those that are not real. int64 [R, N]."""

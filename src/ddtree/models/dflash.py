@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ddtree.models.attention import attend_cached
-from ddtree.models.cache import CacheShape, SlotCache
+from ddtree.models.cache import Cache, CacheShape, SlotCache
 from ddtree.models.drafter_spec import DrafterSpec
 from ddtree.models.layers import Angles, Attend, DecoderLayer, RMSNorm, project
+from ddtree.models.pages import PagedCache, PageTable
 from ddtree.models.rope import Rope
 from ddtree.ops import Ops, Rows, select_ops
 
@@ -79,7 +80,12 @@ class DFlashModel(nn.Module):
         shape = CacheShape(decoder.layers, decoder.kv_heads, decoder.head_dim, sequences, capacity)
         return SlotCache(shape, self.dtype, self.fc.weight.device, table_RS)
 
-    def absorb(self, features_RNF: Tensor, positions_RN: Tensor, slots_RN: Tensor, cache: SlotCache) -> None:
+    def new_paged_cache(self, table: PageTable) -> PagedCache:
+        """An empty context of the table's pages."""
+        decoder = self.spec.decoder
+        return PagedCache(decoder.layers, decoder.kv_heads, decoder.head_dim, self.dtype, table)
+
+    def absorb(self, features_RNF: Tensor, positions_RN: Tensor, slots_RN: Tensor, cache: Cache) -> None:
         """Add features of committed positions to the context."""
         projected_RNh, angles = self.project(features_RNF, positions_RN)
         for index, layer in enumerate(self.layers):
@@ -91,7 +97,7 @@ class DFlashModel(nn.Module):
         projected_RNh = self.hidden_norm(self.fc(features_RNF.to(self.dtype)))
         return projected_RNh, self.rope(positions_RN, self.dtype)
 
-    def forward(self, rows: Rows, embedded_RNh: Tensor, cache: SlotCache) -> Tensor:
+    def forward(self, rows: Rows, embedded_RNh: Tensor, cache: Cache) -> Tensor:
         """Hidden states of a block's rows over the context in the cache. [R, b, h]."""
         attend = attend_cached(self.spec.decoder, self.ops, rows, cache, self.spec.views)
         return self.run(embedded_RNh, rows.positions_RN, attend)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ddtree.models.attention import attend_cached
-from ddtree.models.cache import CacheShape, SlotCache
+from ddtree.models.cache import Cache, CacheShape, SlotCache
 from ddtree.models.layers import Attend, DecoderLayer, RMSNorm, project
+from ddtree.models.pages import PagedCache, PageTable
 from ddtree.models.rope import Rope
 from ddtree.models.spec import TargetSpec, check_layer_ids
 from ddtree.ops import FULL_VIEW, Ops, Rows, select_ops
@@ -54,7 +55,12 @@ class TargetModel(nn.Module):
         shape = CacheShape(decoder.layers, decoder.kv_heads, decoder.head_dim, sequences, capacity)
         return SlotCache(shape, self.dtype, self.device, table_RS)
 
-    def forward(self, rows: Rows, cache: SlotCache, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    def new_paged_cache(self, table: PageTable) -> PagedCache:
+        """An empty cache of the table's pages."""
+        decoder = self.spec.decoder
+        return PagedCache(decoder.layers, decoder.kv_heads, decoder.head_dim, self.dtype, table)
+
+    def forward(self, rows: Rows, cache: Cache, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
         """Run rows over the cache. Returns hidden states [R, N, h] after the final norm, for `logits`, and the
         outputs of the feature layers, concatenated [R, N, len(feature_layers) * h] in the order asked for."""
         views = [FULL_VIEW] * self.spec.decoder.layers

@@ -11,7 +11,9 @@ would cost more than the tree gains, and wherever a grammar has to be asked on t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import copy
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +28,7 @@ from ddtree.speculation.processors import RowParams, draft_scores, row_params, t
 from ddtree.speculation.protocols import Lengths, Proposal
 from ddtree.tree import Accepted, Candidates, DraftTree, accept, edge_candidates, factorised_candidates
 
-__all__ = ["EDGE_CANDIDATES", "Chooser", "History"]
+__all__ = ["EDGE_CANDIDATES", "ChoiceError", "Chooser", "History", "joined_histories"]
 
 # Candidates of a position that edges choose among, even where only one is drafted.
 EDGE_CANDIDATES = 16
@@ -39,6 +41,46 @@ class History:
 
     counts: TokenCounts | None
     grammar: tuple[Hashable, ...]
+
+    def of(self, r: int) -> History:
+        """The history of one of the sequences."""
+        counts = self.counts
+        if counts is not None:
+            counts = TokenCounts(counts.prompt_RV[r : r + 1], counts.output_RV[r : r + 1])
+        return History(counts, self.grammar[r : r + 1])
+
+
+def joined_histories(histories: Sequence[History]) -> History:
+    """The history of sequences that are decoded together from now on."""
+    grammar = tuple(state for history in histories for state in history.grammar)
+    some = next((history.counts for history in histories if history.counts is not None), None)
+    if some is None:
+        return History(None, grammar)
+    nothing = TokenCounts(torch.zeros_like(some.prompt_RV[:1]), torch.zeros_like(some.output_RV[:1]))
+    every = [history.counts or nothing for history in histories]
+    return History(
+        TokenCounts(torch.cat([c.prompt_RV for c in every]), torch.cat([c.output_RV for c in every])), grammar
+    )
+
+
+class ChoiceError(Exception):
+    """A sequence of a batch cannot be continued, through its own constraint. `error` says why; nothing of the
+    round was kept, and the others can go on without it."""
+
+    def __init__(self, sequence: int, error: RequestError) -> None:
+        super().__init__(str(error))
+        self.sequence, self.error = sequence, error
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """What one request takes along from batch to batch: its settings, and the noise that it is drawn with."""
+
+    params: SamplingParams
+    seed: int
+    ring: NoiseRing
+    alone: RowParams
+    ends: frozenset[int]
 
 
 class Chooser:
@@ -59,23 +101,35 @@ class Chooser:
         the model's end tokens: what stands behind an end is never said, so no constraint is asked about it."""
         for one in params:
             one.check_vocabulary(vocab_size)
-        self._params = tuple(params)
         self._vocab_size = vocab_size
         self._ops = ops
         self._device = device
         self._coupling = coupling
-        seeds = [fresh_seed() if one.seed is None else one.seed for one in params]
-        self._seeds_R = seed_tensor(seeds, device)
-        # A window reaches from the first drafted position to the one after the deepest node.
-        self._rings = [NoiseRing(seed, vocab_size, horizon + 2, device) for seed in seeds]
-        self._alone = [row_params([one], 1, device) for one in params]
+        voices = []
+        for one in params:
+            seed = fresh_seed() if one.seed is None else one.seed
+            # A window reaches from the first drafted position to the one after the deepest node.
+            ring = NoiseRing(seed, vocab_size, horizon + 2, device)
+            voices.append(Voice(one, seed, ring, row_params([one], 1, device), one.ends(eos_ids)))
+        self._settle(voices)
+
+    @classmethod
+    def joined(cls, choosers: Sequence[Chooser]) -> Chooser:
+        """One chooser for the requests of several, which were made for the same model."""
+        whole = copy.copy(choosers[0])
+        whole._settle([voice for chooser in choosers for voice in chooser._voices])
+        return whole
+
+    def _settle(self, voices: Sequence[Voice]) -> None:
+        self._voices = tuple(voices)
+        self._params = params = tuple(voice.params for voice in voices)
+        self._seeds_R = seed_tensor([voice.seed for voice in voices], self._device)
         self._together: dict[int, RowParams] = {}  # by the rows of each sequence
         # What a log-probability of the drafter is multiplied by on its way into a score.
-        sharpness = [1.0 if p.greedy else 1 / (p.temperature * (coupling or 1.0)) for p in params]
-        self._sharpness_R = torch.tensor(sharpness, dtype=torch.float32, device=device)
+        sharpness = [1.0 if p.greedy else 1 / (p.temperature * (self._coupling or 1.0)) for p in params]
+        self._sharpness_R = torch.tensor(sharpness, dtype=torch.float32, device=self._device)
         self._sampled = any(not one.greedy for one in params)
         self._plain = all(one.plain_greedy for one in params)
-        self._ends = [one.ends(eos_ids) for one in params]
         self._constrained = any(one.constraint is not None for one in params)
         self._counted = any(one.needs_history for one in params)
 
@@ -84,8 +138,11 @@ class Chooser:
         counts = None
         if self._counted:
             counts = count_tokens(prompts, [()] * len(prompts), self._vocab_size, self._device)
-        states = tuple(None if p.constraint is None else p.constraint.start() for p in self._params)
-        return History(counts, states)
+        states: list[Hashable] = []
+        for r, one in enumerate(self._params):
+            with self._blaming(r):
+                states.append(None if one.constraint is None else one.constraint.start())
+        return History(counts, tuple(states))
 
     def first(self, logits_RV: Tensor, history: History, lengths: Lengths) -> Tensor:
         """The token after each prompt. lengths: of the prompts. int64 [R]."""
@@ -166,6 +223,9 @@ class Chooser:
     def _walk_steps(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
         choices = torch.zeros_like(tree.tokens_RN)
         for r in range(choices.shape[0]):
+            if self._params[r].plain_greedy:
+                choices[r] = self._ops.best(logits_RNV[r])
+                continue
             children: dict[tuple[int, int], int] = {}
             size = int(tree.sizes_R[r])
             parents, tokens = tree.parents_RN[r].tolist(), tree.tokens_RN[r].tolist()
@@ -189,9 +249,9 @@ class Chooser:
             counts = TokenCounts(counts.prompt_RV[r : r + 1], counts.output_RV[r : r + 1])
             path_1L = torch.tensor([said], dtype=torch.int64, device=self._device)
             counts = counts.along(path_1L, torch.ones_like(path_1L, dtype=torch.bool))
-        scores_1V = target_scores(logits_1V, self._alone[r], counts, self._allowed(r, history, said))
+        scores_1V = target_scores(logits_1V, self._voices[r].alone, counts, self._allowed(r, history, said))
         if not self._params[r].greedy:
-            scores_1V = scores_1V + self._rings[r].rows(position, 1).to(scores_1V.dtype)
+            scores_1V = scores_1V + self._voices[r].ring.rows(position, 1).to(scores_1V.dtype)
         return int(scores_1V.argmax(dim=-1))
 
     def _allowed(self, r: int, history: History, said: tuple[int, ...]) -> Tensor | None:
@@ -199,33 +259,55 @@ class Chooser:
         constraint = self._params[r].constraint
         if constraint is None:
             return None
-        if not self._ends[r].isdisjoint(said):
+        if not self._voices[r].ends.isdisjoint(said):
             return None
-        state = history.grammar[r]
-        for token in said:
-            state = constraint.advance(state, token)
-        allowed_V = constraint.allowed(state)
-        if allowed_V is None:
-            return None
-        if not bool(allowed_V.any()):
-            raise RequestError(
-                "the constraint allows no token at all here; it should let an end-of-sequence token follow"
-            )
-        return allowed_V.to(self._device)[None]
+        with self._blaming(r):
+            state = history.grammar[r]
+            for token in said:
+                state = constraint.advance(state, token)
+            allowed_V = constraint.allowed(state)
+            if allowed_V is None:
+                return None
+            if not bool(allowed_V.any()):
+                raise RequestError(
+                    "the constraint allows no token at all here; it should let an end-of-sequence token follow"
+                )
+            return allowed_V.to(self._device)[None]
 
     def _until_end(self, r: int, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens up to the one that ends the request; that one and what is behind it no constraint sees."""
-        return tokens[: next((i for i, token in enumerate(tokens) if token in self._ends[r]), len(tokens))]
+        return tokens[: next((i for i, token in enumerate(tokens) if token in self._voices[r].ends), len(tokens))]
 
     def _advance(self, r: int, state: Hashable, token: int) -> Hashable:
         constraint = self._params[r].constraint
-        return None if constraint is None else constraint.advance(state, token)
+        if constraint is None:
+            return None
+        with self._blaming(r):
+            return constraint.advance(state, token)
+
+    @contextmanager
+    def _blaming(self, r: int) -> Iterator[None]:
+        """Charge what goes wrong inside to sequence r alone."""
+        try:
+            yield
+        except RequestError as error:
+            raise ChoiceError(r, error) from error
+        except Exception as error:  # constraints are code of others: whatever they raise must not end the batch
+            what = f"{type(error).__name__}: {error}"
+            raise ChoiceError(r, RequestError(f"the constraint failed ({what}); ask without it")) from error
 
     def _noise(self, lengths: Lengths, offset: int, count: int) -> Tensor:
         """Noise of `count` positions of each sequence, the first `offset` after its anchor. [R, count, V]."""
         if self._device.type == "cpu":
-            rings = zip(self._rings, lengths.host, strict=True)
-            return torch.stack([ring.rows(length + offset, count) for ring, length in rings])
+            # Greedy requests get none: nobody looks at it, and a row of it takes a while.
+            none_NV = torch.zeros(1, 1, dtype=torch.float64).expand(count, self._vocab_size)
+            voices = zip(self._voices, lengths.host, strict=True)
+            return torch.stack(
+                [
+                    none_NV if voice.params.greedy else voice.ring.rows(length + offset, count)
+                    for voice, length in voices
+                ]
+            )
         positions_RN = lengths.device_R[:, None] + offset + torch.arange(count, device=self._device)
         return gumbel(self._seeds_R, positions_RN, self._vocab_size)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddtree.models.block import block_rows, run_block
-from ddtree.models.cache import SlotCache
+from ddtree.models.cache import Cache
 from ddtree.models.load import LoadedDrafter
 from ddtree.speculation.protocols import Lengths, Proposal
 
@@ -16,7 +16,7 @@ __all__ = ["DFlashDrafter"]
 class DFlashDrafter:
     """A loaded drafter and the context cache of the sequences that it drafts for."""
 
-    def __init__(self, drafter: LoadedDrafter, cache: SlotCache, vocab_size: int) -> None:
+    def __init__(self, drafter: LoadedDrafter, cache: Cache, vocab_size: int) -> None:
         self._model = drafter.model
         self._vocabulary = drafter.vocabulary
         self._edges = drafter.edges

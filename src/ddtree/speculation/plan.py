@@ -6,7 +6,7 @@ all of them the same one, and a policy that measures is another implementation o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -21,7 +21,9 @@ __all__ = [
     "FixedPolicy",
     "Policy",
     "RoundPlan",
+    "capped",
     "fixed_plan",
+    "joint_plan",
 ]
 
 LARGEST_BUDGET = 255
@@ -115,6 +117,35 @@ def fixed_plan(mode: str, block_size: int, budget: int) -> RoundPlan:
             "to decode without drafts use mode off"
         )
     return RoundPlan(mode, block_size, budget)
+
+
+# What a cap on the mode means: each does less than the next.
+BY_AMBITION = ("off", "chain", "shadow", "tree")
+
+
+def capped(plan: RoundPlan, mode: str | None, budget: int | None) -> RoundPlan:
+    """The plan under a request's own caps; None leaves it. ConfigError when a cap cannot be one."""
+    if mode is not None and mode not in ALGORITHMS:
+        raise ConfigError(f"mode must be one of {', '.join(ALGORITHMS)}: got {mode!r}")
+    lowest = min(plan.mode, mode or plan.mode, key=BY_AMBITION.index)
+    if not ALGORITHMS[lowest].drafts_blocks:
+        return PLAIN
+    fixed = fixed_plan("tree", plan.block_size, LARGEST_BUDGET if budget is None else budget)
+    return fixed_plan(lowest, plan.block_size, min(plan.budget, fixed.budget))
+
+
+def joint_plan(plans: Sequence[RoundPlan]) -> RoundPlan:
+    """The narrowest plan that is wide enough for a round of all these: one drafter pass, one verification."""
+    if all(plan == plans[0] for plan in plans):
+        return plans[0]
+    drafting = [plan for plan in plans if plan.horizon]
+    block_size = max(plan.block_size for plan in drafting)
+    trees = [plan for plan in drafting if plan.capabilities.verifies_trees]
+    if not trees:
+        return RoundPlan("chain", block_size, block_size - 1)
+    mode = "shadow" if any(plan.capabilities.commits_spine_only for plan in trees) else "tree"
+    chains = [plan.horizon for plan in drafting if not plan.capabilities.verifies_trees]
+    return RoundPlan(mode, block_size, max(*chains, *(plan.budget for plan in trees), 1))
 
 
 class Policy(Protocol):

@@ -12,7 +12,7 @@ from ddtree.tree.layout import (
     word_count,
 )
 from ddtree.tree.spine import best_chain, spine_nodes, spine_tree, with_spine
-from ddtree.tree.structure import DraftTree, check_tree, row_bucket
+from ddtree.tree.structure import DraftTree, check_tree, first_nodes, row_bucket
 
 __all__ = [
     "Accepted",
@@ -30,6 +30,7 @@ __all__ = [
     "cut",
     "edge_candidates",
     "factorised_candidates",
+    "first_nodes",
     "positions",
     "row_bucket",
     "spine_nodes",

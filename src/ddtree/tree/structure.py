@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DraftTree", "check_tree", "row_bucket"]
+__all__ = ["DraftTree", "check_tree", "first_nodes", "row_bucket"]
 
 ROW_BUCKETS = (8, 16, 32, 64, 128, 256)
 
@@ -47,6 +47,20 @@ class DraftTree:
         """Which node slots hold a node. bool [R, N]."""
         slots = torch.arange(self.rows, device=self.tokens_RN.device)
         return slots[None, :] < self.sizes_R[:, None]
+
+
+def first_nodes(tree: DraftTree, sizes_R: Tensor) -> DraftTree:
+    """The best trees of at most sizes_R nodes, roots included. Rows stay as many as they are."""
+    sizes_R = torch.minimum(tree.sizes_R, sizes_R)
+    kept_RN = torch.arange(tree.rows, device=sizes_R.device) < sizes_R[:, None]
+    return DraftTree(
+        tokens_RN=torch.where(kept_RN, tree.tokens_RN, 0),
+        parents_RN=torch.where(kept_RN, tree.parents_RN, 0),
+        depths_RN=torch.where(kept_RN, tree.depths_RN, 0),
+        scores_RN=torch.where(kept_RN, tree.scores_RN, -torch.inf),
+        sizes_R=sizes_R,
+        horizon=tree.horizon,
+    )
 
 
 def row_bucket(rows: int) -> int:
