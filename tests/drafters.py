@@ -181,3 +181,49 @@ def plain_forward(
     rows = chain_rows(torch.tensor([list(text)]), [0])
     hidden_1Lh, features_1LF = target(rows, target.new_cache(1, len(text)), feature_layers)
     return target.logits(hidden_1Lh)[0], features_1LF[0]
+
+
+class LibraryDrafter:
+    """An oracle for batches whose requests come and go, before a real drafter whose context it keeps.
+
+    It knows the answers of jobs by prompt and settings, and asks the engine which requests the rows belong to. The
+    real drafter absorbs and proposes too, so that its pages are written as they are in earnest.
+    """
+
+    def __init__(self, engine: BatchEngine, real: Drafter, *, seed: int = 0) -> None:
+        self._engine, self._real, self._seed = engine, real, seed
+        self._logits: dict[tuple[tuple[int, ...], SamplingParams], Tensor] = {}
+        self.proposals: list[int] = []  # sequences of each call
+
+    def learn(self, prompt: Sequence[int], params: SamplingParams, answer: Sequence[int]) -> None:
+        vocabulary = self._engine.target.spec.vocab_size
+        draw = random.Random(self._seed + len(self._logits))
+        guesses = _guesses([*prompt, *answer], vocabulary, draw, (0.55, 0.25, 0.12))
+        self._logits[tuple(prompt), params] = guesses
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return self._real.feature_layers
+
+    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Tensor:
+        logits_RDV = self._real.propose(anchors_R, lengths, block_size).clone()
+        assert self._engine._batch is not None
+        self.proposals.append(len(anchors_R))
+        for r, member in enumerate(self._engine._batch.members):
+            guesses = self._logits.get((tuple(member.job.prompt), member.job.params))
+            if guesses is not None:
+                place = lengths.host[r] + 1
+                logits_RDV[r] = guesses[place : place + block_size - 1]
+        return logits_RDV
+
+    def absorb(self, features_RPF: Tensor, lengths: Lengths, counts_R: Tensor) -> None:
+        self._real.absorb(features_RPF, lengths, counts_R)
+
+
+def draft_from_library(engine: BatchEngine, seed: int = 0) -> LibraryDrafter:
+    """Let an engine's rounds draft from a library, which is still empty."""
+    drafters = engine.runner.drafters
+    assert drafters is not None
+    library = LibraryDrafter(engine, drafters.decode, seed=seed)
+    engine.runner.drafters = Drafters(library, drafters.prefill)
+    return library

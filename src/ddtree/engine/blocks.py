@@ -109,10 +109,11 @@ class Blocks:
         self._free_count += 1
 
     def _roomy_place(self, count: int) -> int:
-        """Where a new sequence begins: inside the longest free run, with room to grow behind it."""
+        """Where a new sequence begins: in the longest free run, with room for it and for the one before to
+        grow."""
         runs = [match.span() for match in re.finditer(b"\x01+", self._free)]
         if not runs:
             return self.total
         first, end = max(runs, key=lambda run: run[1] - run[0])
         spare = end - first - max(self._largest, count)
-        return first + max(spare, 0) // 2
+        return first + max(min(spare, self._largest), 0) if first else first

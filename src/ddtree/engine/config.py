@@ -55,6 +55,8 @@ class EngineConfig:
             raise ConfigError(f"max_sequences must lie between 1 and {LARGEST_BATCH}: got {self.max_sequences}")
         if not 1 <= self.page_size <= LARGEST_PAGE:
             raise ConfigError(f"page_size must lie between 1 and {LARGEST_PAGE} places: got {self.page_size}")
+        if self.pages is not None and self.pages < 1:
+            raise ConfigError(f"pages must be at least 1: got {self.pages}")
         if self.memory_gib is not None and not self.memory_gib > 0:
             raise ConfigError(f"memory_gib must be above 0: got {self.memory_gib}")
 

@@ -14,7 +14,7 @@ __all__ = ["token_logprobs"]
 
 
 def token_logprobs(logits_PV: Tensor, tokens: Sequence[int], top: int, ops: Ops) -> tuple[TokenLogprob, ...]:
-    """What row p said of tokens[p], and its `top` likeliest tokens. Ties go to the lowest id."""
+    """What row p said of tokens[p], and its `top` likeliest tokens."""
     wide_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32)).log_softmax(dim=-1)
     chosen_P1 = torch.tensor(tokens, device=wide_PV.device)[:, None]
     chosen = wide_PV.gather(1, chosen_P1)[:, 0].tolist()

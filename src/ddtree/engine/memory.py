@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ddtree.errors import ConfigError
 from ddtree.speculation.plan import RoundPlan
 
-__all__ = ["Footprint", "MemoryPlan", "plan_memory"]
+__all__ = ["GIB", "Footprint", "MemoryPlan", "plan_memory"]
 
 GIB = 2**30
 

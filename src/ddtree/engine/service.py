@@ -108,7 +108,7 @@ class Service:
             self._changed.notify_all()
 
     def snapshot(self) -> Snapshot:
-        """The engine in numbers, as of its last step."""
+        """The engine in numbers, as of the last step or end of a request."""
         latest = self._latest
         with self._changed:
             waiting = max(len(self._open) - latest.running, 0)
@@ -168,6 +168,7 @@ class Service:
 
         def end(result: Completion | DDTreeError) -> None:
             self._live.pop(number, None)
+            self._latest = self._engine.snapshot()  # whoever is told of the end sees the pages free
             try:
                 on_end(result)
             except Exception:  # as above; the request has ended anyway
