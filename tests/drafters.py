@@ -205,8 +205,8 @@ class LibraryDrafter:
     def feature_layers(self) -> tuple[int, ...]:
         return self._real.feature_layers
 
-    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Tensor:
-        logits_RDV = self._real.propose(anchors_R, lengths, block_size).clone()
+    def propose(self, anchors_R: Tensor, lengths: Lengths, block_size: int) -> Proposal:
+        logits_RDV = self._real.propose(anchors_R, lengths, block_size).logits_RDV.clone()
         assert self._engine._batch is not None
         self.proposals.append(len(anchors_R))
         for r, member in enumerate(self._engine._batch.members):
@@ -214,7 +214,7 @@ class LibraryDrafter:
             if guesses is not None:
                 place = lengths.host[r] + 1
                 logits_RDV[r] = guesses[place : place + block_size - 1]
-        return logits_RDV
+        return Proposal(logits_RDV)
 
     def absorb(self, features_RPF: Tensor, lengths: Lengths, counts_R: Tensor) -> None:
         self._real.absorb(features_RPF, lengths, counts_R)

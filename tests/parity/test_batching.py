@@ -25,7 +25,7 @@ from ddtree.speculation.plan import ALGORITHMS, FixedPolicy, capped, fixed_plan,
 from tests.drafters import draft_from_library, has_gap, pieces, records_of, tokens_of
 from tests.parity.test_equality import Automaton
 from tests.soak import BLOCK, PLAIN, Case, SharedPages, check_contents, make_cases, models, new_engine, soak
-from tests.toys import random_tokens
+from tests.toys import random_tokens, toy_edges
 
 MODES = tuple(ALGORITHMS)
 CROWD = 32
@@ -414,3 +414,17 @@ def test_contents_are_checked_in_earnest():
             check_contents(engine, drafter, live)
         cells.copy_(kept)
     engine.cancel(live)
+
+
+def test_edge_correction_works_in_batches_of_many_plans():
+    target, drafter = pair()
+    edged = replace(drafter, edges=toy_edges(drafter.vocabulary))
+    engine = new_engine(target, edged, max_sequences=8)
+    plan_of = mixed(9)
+    got, _ = answer_all(engine, jobs_of(crowd(), plan_of, records=True))
+    for i, (case, answer) in enumerate(zip(crowd(), got, strict=True)):
+        assert tokens_of(answer) == case.answer
+        for record in records_of(answer):
+            assert max(record.depths) <= plan_of(i).horizon
+            if plan_of(i).mode == "chain":
+                assert list(record.parents) == [0, *range(len(record.parents) - 1)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.errors import CheckpointError
 from ddtree.models.edges import EDGES_FILE, EdgeNet, load_edges, save_edges
 from ddtree.models.load import LoadedDrafter, load_drafter
@@ -41,7 +41,7 @@ def loaded():
 
 def engine_of(loaded, mode, budget=None, **changes):
     config = EngineConfig(mode=mode, budget=budget, max_context=400, **changes)
-    return Engine(*loaded, config, lambda tokens: "")
+    return BatchEngine(*loaded, config, lambda tokens: "")
 
 
 def answered(engine, params):

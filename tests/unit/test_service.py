@@ -14,6 +14,7 @@ from ddtree.engine.service import Service, Submission
 from ddtree.errors import BusyError, ClosedError, EngineError, RequestError
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import fixed_plan
+from ddtree.speculation.protocols import Proposal
 from tests.drafters import pieces, tokens_of
 from tests.soak import PLAIN, make_cases, models, new_engine
 from tests.toys import VOCABULARY, random_tokens
@@ -284,9 +285,9 @@ def test_drafts_that_are_never_accepted_raise_an_alarm():
     propose = decode.propose
 
     def hopeless(anchors_R, lengths, block_size):
-        logits_RDV = propose(anchors_R, lengths, block_size)
+        logits_RDV = propose(anchors_R, lengths, block_size).logits_RDV
         logits_RDV[..., 1:] = -torch.inf
-        return logits_RDV
+        return Proposal(logits_RDV)
 
     decode.propose = hopeless
     banned = SamplingParams(max_tokens=80, ignore_eos=True, logit_bias={0: -1e4})

@@ -52,6 +52,7 @@ def chat(
         mode=mode,
         budget=budget,
         block_size=block_size,
+        prefix_cache=True,  # every turn begins with all turns before it
     )
     settle_threads(llm, threads)
     notes.print(f"[dim]{llm.name}: {HELP}[/]")

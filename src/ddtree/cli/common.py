@@ -142,11 +142,14 @@ def open_llm(
     budget: int | None,
     block_size: int | None,
     max_context: int | None = None,
+    prefix_cache: bool | None = None,
 ) -> LLM:
     """A model ready to answer, with progress while it is fetched."""
     from ddtree.engine.config import EngineConfig
 
-    config = EngineConfig(mode=mode, budget=budget, block_size=block_size, max_context=max_context)
+    config = EngineConfig(
+        mode=mode, budget=budget, block_size=block_size, max_context=max_context, prefix_cache=prefix_cache
+    )
     from ddtree.engine.llm import LLM
 
     with fetching(model) as progress:

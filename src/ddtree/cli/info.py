@@ -9,6 +9,7 @@ from rich.table import Table
 from ddtree.cli.common import DRAFTER_OPTION, JSON_OPTION, MODEL_OPTION, cache_dir, notes, print_json, words
 
 if TYPE_CHECKING:
+    from ddtree.models.drafter_spec import DrafterSpec
     from ddtree.models.spec import TargetSpec
 
 __all__ = ["info"]
@@ -35,12 +36,15 @@ def info(
             "model_folder": str(local.folder),
         }
         facts |= _drafter(drafter, local.drafter, target)
+        facts["memory"] = _memory(target, facts.pop("drafter_spec", None))
     if as_json:
         print_json(facts)
         return
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for key, value in facts.items():
-        table.add_row(f"[bold]{key}[/]", str(value))
+        lines = value.items() if isinstance(value, dict) else [("", value)]
+        for part, line in lines:
+            table.add_row(f"[bold]{key}[/]", f"{part}: {line}" if part else str(line))
     words.print(table)
     if facts.get("missing"):
         notes.print("`ddtree pull` fetches what is missing")
@@ -96,4 +100,42 @@ def _drafter(asked: str | None, shipped: str | None, target: TargetSpec) -> dict
         "drafter": f"{folder.name}: {spec.decoder.layers} layers, blocks of {spec.block_size}, "
         f"features of layers {list(spec.layer_ids)}, " + ("int8 rows" if spec.packed else "unpacked"),
         "mode": EngineConfig().mode,
+        "drafter_spec": spec,
     }
+
+
+def _memory(target: TargetSpec, drafter: DrafterSpec | None) -> dict[str, str]:
+    """The memory plan of an engine with default options, from what is free now; no weights are read."""
+    import torch
+
+    from ddtree.engine.config import EngineConfig, check_device, context_limit
+    from ddtree.engine.hardware import available_memory, choose_dtype
+    from ddtree.engine.memory import most_places, plan_memory
+    from ddtree.engine.runner import footprint
+    from ddtree.errors import ConfigError
+    from ddtree.models.dflash import DFlashModel
+    from ddtree.models.target import TargetModel
+    from ddtree.speculation.plan import PLAIN
+
+    device = torch.device(check_device("auto", torch.cuda.device_count()))
+    config = EngineConfig()
+    limits, block_size = {"target": target.decoder.max_positions}, 1
+    with torch.device("meta"):
+        models = TargetModel(target), None if drafter is None else DFlashModel(drafter)
+    if drafter is not None:
+        limits["drafter"], block_size = drafter.decoder.max_positions, drafter.block_size
+    sizes = footprint(*models, device, choose_dtype(device).dtype)
+    try:
+        plan = plan_memory(
+            sizes,
+            available_memory(device) - sizes.weights,
+            plan=PLAIN if drafter is None else config.plan(device.type, block_size),
+            sequences=config.max_sequences,
+            places=most_places(context_limit(None, limits), block_size),
+            page_size=config.page_size,
+            pages=config.pages,
+            prefill_chunk=config.prefill_chunk,
+        )
+    except ConfigError as error:
+        return {"problem": str(error)}
+    return plan.lines()

@@ -21,7 +21,7 @@ from ddtree.engine.config import EngineConfig, context_limit
 from ddtree.engine.counters import Snapshot, Tally
 from ddtree.engine.hardware import available_memory
 from ddtree.engine.logprobs import token_logprobs
-from ddtree.engine.memory import GIB, MemoryPlan, plan_memory
+from ddtree.engine.memory import GIB, MemoryPlan, most_places, plan_memory
 from ddtree.engine.output import Decode, Emitted, Output
 from ddtree.engine.prefix import PrefixIndex
 from ddtree.engine.request import Completion, Gathering, Job, Piece, RoundRecord, TokenLogprob
@@ -32,7 +32,7 @@ from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
 from ddtree.speculation.chooser import ChoiceError, Chooser
 from ddtree.speculation.params import SamplingParams
-from ddtree.speculation.plan import LARGEST_BUDGET, FixedPolicy, RoundPlan, capped, fixed_plan
+from ddtree.speculation.plan import FixedPolicy, RoundPlan, capped, fixed_plan
 from ddtree.speculation.protocols import Lengths
 from ddtree.speculation.round import RoundOutcome
 
@@ -61,8 +61,7 @@ class BatchEngine:
         self.max_context = context_limit(config.max_context, limits)
         self.clock = clock
         self.serving = False  # a service owns the engine: nobody else may step it
-        # The widest round that any plan may ask for: a tree joined with its spine.
-        places = self.max_context + LARGEST_BUDGET + 1 + self.block_size
+        places = most_places(self.max_context, self.block_size)
         self.memory = self._plan_memory(config, drafter, places)
         self.config = config
         if self.memory.plan != self.plan_for(config):

@@ -9,11 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ddtree.errors import ConfigError
-from ddtree.speculation.plan import RoundPlan
+from ddtree.speculation.plan import LARGEST_BUDGET, RoundPlan
 
-__all__ = ["GIB", "Footprint", "MemoryPlan", "plan_memory"]
+__all__ = ["GIB", "Footprint", "MemoryPlan", "most_places", "plan_memory"]
 
 GIB = 2**30
+
+
+def most_places(max_context: int, block_size: int) -> int:
+    """Places that one sequence may use: its context, and the widest round behind it that any plan may ask for, a
+    tree joined with its spine."""
+    return max_context + LARGEST_BUDGET + 1 + block_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class Scheduler:
         if self.blocks.prefix is None:
             return []
         self._extend_keys(track, len(track.tokens) - 1)
-        return self.blocks.prefix.find(track.keys[: (len(track.tokens) - 1) // self._page_size])
+        return self.blocks.prefix.find(track.keys)
 
     def _held(self, page: int) -> bool:
         return self.blocks.holders(page) > 0
