@@ -265,6 +265,24 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_service(opened, monkeyp
     assert service.snapshot().finished["error"] == 3
 
 
+def test_a_request_that_cannot_be_begun_ends_alone(opened, monkeypatch, caplog):
+    service = opened()
+    add, calls = service._engine.add, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no more")
+        return add(*arguments)
+
+    monkeypatch.setattr(service._engine, "add", failing)
+    first, second = Client(), Client()
+    first.send(service, [1, 2], LONG)
+    assert isinstance(first.wait(), EngineError)
+    second.send(service, cases()[2].prompt, cases()[2].params)
+    assert list(second.wait().token_ids) == cases()[2].answer
+
+
 def test_a_stuck_round_shows(opened):
     service, gate = opened(), Gate()
     assert service.snapshot().since_round_s is None

@@ -54,8 +54,10 @@ class LLM:
         local = locate(model, cache_dir=cache_dir, progress=progress)
         target = load_target(local.folder, kind, where)
         loaded = None
+        self.drafter_name: str | None = None
         if ALGORITHMS[config.mode].drafts_blocks or drafter is not None:
-            loaded = load_drafter(drafter_folder(drafter, local), target)
+            folder = drafter_folder(drafter, local)
+            loaded, self.drafter_name = load_drafter(folder, target), folder.name
         self.name = local.name
         self.tokenizer = ChatTokenizer(local.folder)
         self.engine = BatchEngine(target, loaded, config, self.tokenizer.decode)

@@ -179,6 +179,9 @@ class Service:
             self._live[number] = self._engine.add(job, piece, end)
         except DDTreeError as error:
             end(error)
+        except Exception as error:  # no memory for its noise, say: the thread must live on
+            log.exception("request %d could not be begun", number)
+            end(EngineError(f"the request could not be begun ({type(error).__name__}: {error}); try again"))
 
     def _cancel(self, number: int) -> None:
         if number in self._live:
