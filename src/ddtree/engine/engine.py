@@ -19,13 +19,13 @@ from ddtree.engine.batch import Batch, Live
 from ddtree.engine.blocks import Blocks
 from ddtree.engine.config import EngineConfig, context_limit
 from ddtree.engine.counters import Snapshot, Tally
-from ddtree.engine.hardware import available_memory
 from ddtree.engine.logprobs import token_logprobs
-from ddtree.engine.memory import GIB, MemoryPlan, most_places, plan_memory
+from ddtree.engine.memory import most_places
 from ddtree.engine.output import Decode, Emitted, Output
 from ddtree.engine.prefix import PrefixIndex
+from ddtree.engine.records import round_record
 from ddtree.engine.request import Completion, Gathering, Job, Piece, RoundRecord, TokenLogprob
-from ddtree.engine.runner import PageShape, Runner, batch_bucket, footprint
+from ddtree.engine.runner import PageShape, Runner, batch_bucket, fit
 from ddtree.engine.scheduler import Chunk, Scheduler, Track
 from ddtree.errors import ClosedError, ConfigError, DDTreeError, RequestError
 from ddtree.models.load import LoadedDrafter
@@ -62,7 +62,7 @@ class BatchEngine:
         self.clock = clock
         self.serving = False  # a service owns the engine: nobody else may step it
         places = most_places(self.max_context, self.block_size)
-        self.memory = self._plan_memory(config, drafter, places)
+        self.memory = fit(target, drafter, config, self.plan_for(config), places)
         self.config = config
         if self.memory.plan != self.plan_for(config):
             self.config = replace(config, budget=self.memory.plan.budget)
@@ -306,7 +306,7 @@ class BatchEngine:
         logprobs = None
         if live.job.logprobs is not None:
             logprobs = self._logprobs(live, outcome.logits_RNV[r, outcome.accepted.path_RP[r, :count]], emitted)
-        record = _record(live.plan, outcome, r, emitted) if live.job.records else None
+        record = round_record(live.plan, outcome, r, emitted) if live.job.records else None
         self._emit(live, emitted, logprobs, outcome.would_accept[r], record)
 
     def _logprobs(self, live: Live, logits_PV: Tensor, emitted: Emitted) -> tuple[TokenLogprob, ...] | None:
@@ -345,22 +345,6 @@ class BatchEngine:
 
     # Making
 
-    def _plan_memory(self, config: EngineConfig, drafter: LoadedDrafter | None, places: int) -> MemoryPlan:
-        target, model = self.target, None if drafter is None else drafter.model
-        available = available_memory(target.device)
-        if config.memory_gib is not None:
-            available = int(config.memory_gib * GIB)
-        return plan_memory(
-            footprint(target, model, target.device, target.dtype),
-            available,
-            plan=self.plan_for(config),
-            sequences=config.max_sequences,
-            places=places,
-            page_size=config.page_size,
-            pages=config.pages,
-            prefill_chunk=config.prefill_chunk,
-        )
-
     def _checked(self, plan: RoundPlan) -> RoundPlan:
         if plan.capabilities.drafts_blocks and self.block_size == 1:
             raise ConfigError(
@@ -379,21 +363,3 @@ class BatchEngine:
         return Chooser(
             [params], spec.vocab_size, self.target.ops, self.target.device, horizon, coupling, spec.eos_ids
         )
-
-
-def _record(plan: RoundPlan, outcome: RoundOutcome, r: int, emitted: Emitted) -> RoundRecord:
-    tree = outcome.tree
-    size = int(tree.sizes_R[r])
-    tokens, parents, depths = (
-        tuple(a[r, :size].tolist()) for a in (tree.tokens_RN, tree.parents_RN, tree.depths_RN)
-    )
-    return RoundRecord(
-        mode=plan.mode,
-        tokens=tokens,
-        parents=parents,
-        depths=depths,
-        scores=tuple(tree.scores_RN[r, :size].tolist()),
-        path=tuple(outcome.accepted.path_RP[r, : int(outcome.accepted.lengths_R[r])].tolist()),
-        emitted=emitted.token_ids,
-        would_commit=outcome.would_accept[r],
-    )

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.engine.memory import Footprint
+from ddtree.engine.config import EngineConfig
+from ddtree.engine.hardware import available_memory
+from ddtree.engine.memory import GIB, Footprint, MemoryPlan, plan_memory
 from ddtree.models.dflash import DFlashModel
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.pages import PagedCache, PageTable
@@ -20,7 +22,7 @@ from ddtree.speculation.protocols import Drafter, Lengths
 from ddtree.speculation.round import RoundOutcome, RoundState, run_round
 from ddtree.speculation.verifier import TargetVerifier
 
-__all__ = ["Drafters", "PageShape", "Runner", "batch_bucket", "footprint"]
+__all__ = ["Drafters", "PageShape", "Runner", "batch_bucket", "fit", "footprint"]
 
 BATCH_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -112,6 +114,25 @@ class Runner:
         drafter = self.drafters.decode if context and self.drafters is not None else None
         verifier = TargetVerifier(self.target, self._cache, () if drafter is None else drafter.feature_layers)
         return run_round(state, plans, drafter, verifier, chooser, clock)
+
+
+def fit(
+    target: TargetModel, drafter: LoadedDrafter | None, config: EngineConfig, plan: RoundPlan, places: int
+) -> MemoryPlan:
+    """The memory plan of an engine whose models are loaded."""
+    available = available_memory(target.device)
+    if config.memory_gib is not None:
+        available = int(config.memory_gib * GIB)
+    return plan_memory(
+        footprint(target, None if drafter is None else drafter.model, target.device, target.dtype),
+        available,
+        plan=plan,
+        sequences=config.max_sequences,
+        places=places,
+        page_size=config.page_size,
+        pages=config.pages,
+        prefill_chunk=config.prefill_chunk,
+    )
 
 
 def footprint(
