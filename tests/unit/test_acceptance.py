@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.models.load import LoadedDrafter
 from ddtree.ops import FULL_VIEW, View, reference_ops
 from ddtree.speculation.params import SamplingParams
@@ -32,7 +32,7 @@ def plan_of(budget):
 def new_engine(target, drafter=None):
     """An engine in float64; without a drafter it decodes plainly."""
     config = EngineConfig("off" if drafter is None else "tree", max_context=256)
-    return Engine(target, None if drafter is None else LoadedDrafter(*drafter), config, lambda tokens: "")
+    return BatchEngine(target, None if drafter is None else LoadedDrafter(*drafter), config, lambda tokens: "")
 
 
 def plain_text(target, count=COUNT):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from ddtree.data.decode import decode_batch
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.errors import CheckpointError, ConfigError, StorageError
 from ddtree.models import save
 from ddtree.models.block import draft_hidden
@@ -315,7 +315,7 @@ def test_what_training_measures_is_what_serving_reaches(learned):
     assert report.chain.length > 1.8
     assert report.tree.length > report.chain.length
     loaded, texts = load_drafter(folder, target), held_out_texts(trainer)
-    engine = Engine(target, loaded, EngineConfig(max_context=128), lambda tokens: "")
+    engine = BatchEngine(target, loaded, EngineConfig(max_context=128), lambda tokens: "")
     for budget, claimed in ((None, report.chain), (report.budget, report.tree)):
         plan = fixed_plan("chain", 5, 1) if budget is None else fixed_plan("tree", 5, budget)
         found = Acceptance(0, 0)

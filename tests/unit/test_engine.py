@@ -20,8 +20,7 @@ import ddtree
 from ddtree import LLM, EngineConfig, RoundPlan, SamplingParams
 from ddtree.engine.config import DEFAULT_BUDGETS, check_device
 from ddtree.engine.engine import BatchEngine
-from ddtree.engine.llm import Gathering
-from ddtree.engine.request import Job
+from ddtree.engine.request import Gathering, Job
 from ddtree.errors import ConfigError, RequestError, UnsupportedError
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
+from ddtree.engine.engine import BatchEngine
 from ddtree.errors import StorageError
 from ddtree.evaluation import answers
 from ddtree.evaluation.answers import AnswerRequest, estimate_mib, fingerprint, make_answers
@@ -25,7 +25,7 @@ def plain(target, request, index):
     params = SamplingParams(
         temperature=request.temperature, seed=request.seed_of(index), max_tokens=request.max_tokens
     )
-    engine = Engine(target, None, EngineConfig("off", max_context=128), lambda tokens: "")
+    engine = BatchEngine(target, None, EngineConfig("off", max_context=128), lambda tokens: "")
     return tuple(tokens_of(pieces(engine, request.prompts[index], params, PLAIN)))
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddtree.engine.config import EngineConfig
-from ddtree.engine.engine import Engine
-from ddtree.engine.llm import Gathering
+from ddtree.engine.engine import BatchEngine
+from ddtree.engine.request import Gathering
 from ddtree.evaluation.answers import AnswerRequest, make_answers
 from ddtree.evaluation.arms import Arm, arms_of
 from ddtree.evaluation.calibration import no_calibration
@@ -39,7 +39,7 @@ def drafter_of(target, *, edges=False, mask_token_id=MASK, **options):
 def asker(target, drafter, coupled):
     """The engine, asked as the online measurement asks it."""
     config = EngineConfig("tree", max_context=256, coupling=COUPLING if coupled else None)
-    engine = Engine(target, drafter, config, lambda tokens: "")
+    engine = BatchEngine(target, drafter, config, lambda tokens: "")
 
     def ask(prompt, params, arm):
         plan = fixed_plan(arm.mode, BLOCK, arm.budget or 1)

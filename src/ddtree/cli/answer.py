@@ -27,7 +27,7 @@ def stream_answer(
     silent: bool = False,
 ) -> Completion:
     """Print an answer as it comes and gather it. Interrupted, it says what was measured so far."""
-    from ddtree.engine.llm import Gathering
+    from ddtree.engine.request import Gathering
 
     clock = llm.engine.clock
     gathering = Gathering(len(ids), clock())

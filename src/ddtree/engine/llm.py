@@ -22,7 +22,7 @@ from ddtree.models.tokenizer import ChatTokenizer
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import ALGORITHMS, RoundPlan
 
-__all__ = ["LLM", "Gathering", "Prompt"]
+__all__ = ["LLM", "Prompt"]
 
 # One user turn, a chat, or token ids.
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
@@ -117,5 +117,3 @@ class LLM:
         for piece in self.stream(ids, params, plan=plan, records=records):
             gathering.add(piece, clock())
         return gathering.completion()
-
-
