@@ -1,0 +1,68 @@
+"""What the server stands on: an engine's service, its tokenizer, and what requests have to be checked against."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ddtree.engine.service import OnEnd, OnPiece, Snapshot, Submission, Ticket
+from ddtree.errors import RequestError
+from ddtree.models.tokenizer import ChatTokenizer
+from ddtree.server.grammar import Grammars
+
+__all__ = ["Backend", "ServiceLike"]
+
+
+class ServiceLike(Protocol):
+    """`engine.service.Service`, as far as the server uses it."""
+
+    def submit(self, submission: Submission, on_piece: OnPiece, on_end: OnEnd) -> Ticket: ...
+
+    def cancel(self, ticket: Ticket) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    def drain(self, timeout_s: float) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One loaded model.
+
+    names: what requests may call it, the first in answers. vocab_size, eos_ids, max_context: the engine's. facts:
+    what `/server_info` adds.
+    """
+
+    service: ServiceLike
+    tokenizer: ChatTokenizer
+    names: tuple[str, ...]
+    vocab_size: int
+    eos_ids: frozenset[int]
+    max_context: int
+    mode: str
+    budget: int
+    facts: Mapping[str, Any]
+    grammars: Grammars
+    # Tokenizers may be read by many threads, but not while one of them changes its settings, as encoding does.
+    _encoding: threading.Lock = field(default_factory=threading.Lock)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text. RequestError when there are none."""
+        with self._encoding:
+            ids = tuple(self.tokenizer.encode(text))
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        return ids
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[int, ...]:
+        """Ids of a chat in the model's own template."""
+        return self.encode(self.tokenizer.chat_text(messages, tools=tools, variables=variables))
