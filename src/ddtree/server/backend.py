@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ddtree.engine.service import OnEnd, OnPiece, Snapshot, Submission, Ticket
 from ddtree.errors import RequestError
 from ddtree.models.tokenizer import ChatTokenizer
 from ddtree.server.grammar import Grammars
 
-__all__ = ["Backend", "ServiceLike"]
+if TYPE_CHECKING:
+    from ddtree.engine.llm import LLM
+
+__all__ = ["Backend", "ServiceLike", "open_backend"]
 
 
 class ServiceLike(Protocol):
@@ -66,3 +69,29 @@ class Backend:
     ) -> tuple[int, ...]:
         """Ids of a chat in the model's own template."""
         return self.encode(self.tokenizer.chat_text(messages, tools=tools, variables=variables))
+
+
+def open_backend(llm: LLM, *, names: Sequence[str], max_queue: int) -> Backend:
+    """Start a loaded model's service. names: what requests may call it; the model's own when empty. max_queue: how
+    many accepted requests may wait."""
+    engine = llm.engine
+    spec = engine.target.spec
+    plan = engine.plan
+    return Backend(
+        service=llm.service(max_queue=max_queue),
+        tokenizer=llm.tokenizer,
+        names=tuple(names) or (llm.name,),
+        vocab_size=spec.vocab_size,
+        eos_ids=frozenset(spec.eos_ids),
+        max_context=engine.max_context,
+        mode=plan.mode,
+        budget=plan.budget,
+        facts={
+            "drafter": llm.drafter_name,
+            "block_size": plan.block_size,
+            "dtype": str(engine.target.dtype).removeprefix("torch."),
+            "device": str(engine.target.device),
+            "max_queue": max_queue,
+        },
+        grammars=Grammars(llm.tokenizer.backend, spec.vocab_size, sorted(spec.eos_ids)),
+    )

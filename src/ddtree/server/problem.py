@@ -116,6 +116,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
         )
     if first["type"] == "missing":
         return Problem(400, f"{param}: is missing", param=param, code="missing_field")
+    if first["type"] == "literal_error":
+        message = f"{param}: {first['input']!r} is not honoured; this server knows {first['ctx']['expected']}"
+        return Problem(400, message, param=param, code="unsupported_value")
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     text = str(first["msg"]).removeprefix("Value error, ")
     return Problem(400, f"{param or 'the body'}: {text}{more}", param=param, code="invalid_value")

@@ -59,6 +59,14 @@ def _is_text(value: Any) -> str:
     return "text" if isinstance(value, str) else "parts"
 
 
+def _broken(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 class TextPart(Strict):
     type: Literal["text"]
     text: str
@@ -204,6 +212,21 @@ class CommonRequest(Strict):
     stop_token_ids: list[Annotated[int, Field(ge=0, le=LARGEST_INT64)]] | None = None
     ignore_eos: bool | None = None
     ddtree: DDTreeOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_characters(cls, values: Any) -> Any:
+        """JSON can write half a surrogate pair, which is no character and which no tokenizer can read."""
+        left = [values]
+        while left:
+            value = left.pop()
+            if isinstance(value, dict):
+                left += [*value.keys(), *value.values()]
+            elif isinstance(value, list):
+                left += value
+            elif isinstance(value, str) and not value.isascii() and _broken(value):
+                raise ValueError("a text holds half a surrogate pair, which is no character; send whole ones")
+        return values
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> CommonRequest:
