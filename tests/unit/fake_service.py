@@ -1,4 +1,4 @@
-"""A service without a model: it says what it is told to say, a few tokens a round, and keeps the engine's contract.
+"""A service without a model: it says what it is told, a few tokens a round, and keeps the engine's contract.
 
 Its tokenizer is real: one token for each byte, so every character beyond ASCII is spread over several tokens.
 """
@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from ddtree.engine.output import Output
 from ddtree.engine.counters import PHASES, ModeCounts, Snapshot
+from ddtree.engine.output import Output
 from ddtree.engine.request import Completion, Piece, RoundRecord, Timing, TokenLogprob
 from ddtree.engine.service import OnEnd, OnPiece, Submission, Ticket
 from ddtree.errors import BusyError, ClosedError, DDTreeError, RequestError
@@ -66,6 +66,7 @@ class Run:
     tokens: list[int]
     output: Output
     begun_s: float
+    error: DDTreeError | None
     text: str = ""
     rounds: int = -1
     records: list[RoundRecord] = field(default_factory=list)
@@ -123,18 +124,13 @@ class FakeService:
             self.submitted.append(submission)
             ticket = Ticket(self._ids)
             answer = self.reply(submission)
-            if isinstance(answer, DDTreeError):
-                tokens: list[int] = []
-                run_error: DDTreeError | None = answer
-            else:
-                tokens = self.tokenizer.encode(answer) + [self.eos] if isinstance(answer, str) else list(answer)
-                run_error = None
+            error = answer if isinstance(answer, DDTreeError) else None
+            tokens = [] if isinstance(answer, DDTreeError) else answer
+            if isinstance(tokens, str):
+                tokens = [*self.tokenizer.encode(tokens), self.eos]
             output = Output(submission.params, {self.eos}, self.tokenizer.decode)
-            run = Run(ticket, submission, on_piece, on_end, tokens, output, time.perf_counter())
-            if run_error is not None:
-                self._waiting.append(replace(run, on_piece=lambda _: None, tokens=[run_error]))  # type: ignore[list-item]
-            else:
-                self._waiting.append(run)
+            run = Run(ticket, submission, on_piece, on_end, list(tokens), output, time.perf_counter(), error)
+            self._waiting.append(run)
             self._changed.notify_all()
             return ticket
 
@@ -210,10 +206,10 @@ class FakeService:
         if run.cancelled:
             self._end(run, "cancelled")
             return
-        if run.tokens and isinstance(run.tokens[0], DDTreeError):
+        if run.error is not None:
             self._running.remove(run)
             self.ended.append("error")
-            run.on_end(run.tokens[0])
+            run.on_end(run.error)
             return
         count = 1 if run.rounds < 0 else self.per_round
         taken, run.tokens = run.tokens[:count], run.tokens[count:]

@@ -97,7 +97,11 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
         """RequestError when the schema is none, cannot be met, or uses what cannot be enforced."""
-        return self._checked(llguidance.LLMatcher.grammar_from_json_schema(_dump(schema), _overrides()))
+        try:
+            text = llguidance.LLMatcher.grammar_from_json_schema(_dump(schema), overrides=_overrides())
+        except ValueError as error:
+            raise RequestError(f"the schema cannot be read: {_reason(str(error))}") from None
+        return self._checked(text)
 
     def tool_calls(
         self, tools: Mapping[str, Mapping[str, Any] | None], *, required: bool, parallel: bool

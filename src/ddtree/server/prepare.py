@@ -171,8 +171,6 @@ def _prompts(prompt: Any, backend: Backend) -> list[tuple[int, ...]]:
     if isinstance(prompt, str):
         return [backend.encode(prompt)]
     if all(isinstance(item, int) for item in prompt):
-        if not prompt:
-            raise Problem(400, "prompt: is empty; give at least one token", param="prompt")
         return [tuple(prompt)]
     return [backend.encode(item) if isinstance(item, str) else tuple(item) for item in prompt]
 

@@ -23,21 +23,8 @@ KINDS = {
 }
 MESSAGE_LIMIT = 600
 # Tags that pydantic puts into the place of an error to say which kind of a union it tried.
-UNION_TAGS = frozenset(
-    {
-        "text",
-        "parts",
-        "system",
-        "developer",
-        "user",
-        "assistant",
-        "tool",
-        "json_object",
-        "json_schema",
-        "one",
-        "many",
-    }
-)
+UNION_TAGS = {"text", "texts", "parts", "ids", "lists", "system", "developer", "user", "assistant", "tool"}
+UNION_TAGS |= {"json_object", "json_schema"}
 
 
 class Problem(Exception):  # noqa: N818 - it is the answer itself, not a failure of the server

@@ -267,13 +267,24 @@ class ChatRequest(CommonRequest):
         return self
 
 
-TokenIds = list[Annotated[int, Field(ge=0, le=LARGEST_INT64)]]
+def _prompt_kind(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return "text" if isinstance(value, str) else "ids"
+    return {str: "texts", list: "lists"}.get(type(value[0]), "ids")
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT64)]], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Tag("lists")],
+    Discriminator(_prompt_kind),
+]
 
 
 class CompletionRequest(CommonRequest):
-    prompt: (
-        str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
-    )
+    prompt: Prompt
     max_tokens: int | None = Field(
         None, ge=1, le=LARGEST_INT64, description="16 when not given, as OpenAI has it."
     )
