@@ -118,7 +118,7 @@ class FakeService:
             if any(token >= len(self.tokenizer.backend) for token in submission.prompt):
                 raise RequestError("the prompt holds a token outside the vocabulary; use this model's ids")
             submission.params.check_vocabulary(len(self.tokenizer.backend))
-            if len(self._running) >= self.seats and len(self._waiting) >= self.max_queue:
+            if len(self._running) + len(self._waiting) >= self.seats + self.max_queue:
                 raise BusyError("the queue is full; try again later", 1.5)
             self._ids += 1
             self.submitted.append(submission)

@@ -36,6 +36,7 @@ def serve(
     dtype: str = DTYPE_OPTION,
     device: str = DEVICE_OPTION,
     max_context: int = typer.Option(None, help="Tokens of prompt and answer together."),
+    max_sequences: int = typer.Option(8, min=1, help="Requests decoded together; more wait."),
     threads: int = THREADS_OPTION,
     api_key: list[str] = typer.Option(
         [], help="Ask for this key; may be repeated. DDTREE_API_KEY is one more, and does not show in `ps`."
@@ -74,6 +75,7 @@ def serve(
             budget=budget,
             block_size=block_size,
             max_context=max_context,
+            max_sequences=max_sequences,
         )
         settle_threads(llm, threads)
         return open_backend(llm, names=name, max_queue=max_queue)

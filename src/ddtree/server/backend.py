@@ -92,6 +92,8 @@ def open_backend(llm: LLM, *, names: Sequence[str], max_queue: int) -> Backend:
             "dtype": str(engine.target.dtype).removeprefix("torch."),
             "device": str(engine.target.device),
             "max_queue": max_queue,
+            "max_sequences": engine.memory.sequences,
+            "memory": engine.memory.lines(),
         },
         grammars=Grammars(llm.tokenizer.backend, spec.vocab_size, sorted(spec.eos_ids)),
     )

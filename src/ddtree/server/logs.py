@@ -26,14 +26,17 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
-        return json.dumps(line | getattr(record, "facts", {}), ensure_ascii=True, default=str)
+        facts = dict(getattr(record, "facts", {}))
+        if record.exc_info and record.exc_info[1] is not None:
+            facts |= place_of(record.exc_info[1])
+        return json.dumps(line | facts, ensure_ascii=True, default=str)
 
 
 def set_up(stream: TextIO = sys.stderr) -> None:
-    """Write the server's log, and the warnings of the HTTP library, to a stream."""
+    """Write the log of the server and its engine, and the warnings of the HTTP library, to a stream."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
-    for name in (LOGGER.name, "uvicorn.error"):
+    for name in ("ddtree", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False

@@ -34,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
         place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(place[0], place[1])
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; check --host and --port") from None
+        raise ConfigError(f"cannot listen on {host!r} port {port}: {error}; check --host and --port") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(place[4])
@@ -43,7 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
         bound.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} of {host} is taken by another program; pass another --port") from None
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; pass another --port") from None
+        raise ConfigError(f"cannot listen on {host!r} port {port}: {error.strerror}; pass another --port") from None
     return bound
 
 
