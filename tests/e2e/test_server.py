@@ -152,7 +152,7 @@ def test_logprobs_are_plain_decodings(client):
         assert drafted.logprob == pytest.approx(plain.logprob, abs=2e-3)
         assert drafted.logprob < 0
         assert len(drafted.top_logprobs) == 3
-        assert [one.token for one in drafted.top_logprobs][0] == drafted.token, "greedy takes the likeliest"
+        assert drafted.top_logprobs[0].token == drafted.token, "greedy takes the likeliest"
         for a, b in zip(plain.top_logprobs, drafted.top_logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=2e-3)
 
@@ -225,9 +225,9 @@ def test_errors_are_the_clients_own(client, server):
         ask(client, tools=[{"type": "function", "function": {"name": "f"}}])
     with pytest.raises(openai.BadRequestError, match="together"):
         ask(client, messages=[{"role": "user", "content": "word " * 2000}])
+    schema = {"name": "x", "schema": {"type": "array", "uniqueItems": True}}
     with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
-        schema = {"type": "array", "uniqueItems": True}
-        ask(client, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        ask(client, response_format={"type": "json_schema", "json_schema": schema})
     stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
