@@ -33,6 +33,7 @@ OPTIONS = (
     "--threads",
     "1",
 )
+TOKENS = 24
 QUESTION = [{"role": "user", "content": "Name three fruits and say one thing about each."}]
 PERSON = {
     "type": "object",
@@ -93,7 +94,7 @@ def client(server):
 
 
 def ask(client, mode=None, **fields):
-    fields = {"messages": QUESTION, "temperature": 0, "max_tokens": 32} | fields
+    fields = {"messages": QUESTION, "temperature": 0, "max_tokens": TOKENS} | fields
     extra = {"ddtree": {"mode": mode}} if mode else {}
     return client.chat.completions.create(model=MODEL, extra_body=extra, **fields)
 
@@ -111,17 +112,15 @@ def test_chat(client):
     answer = ask(client)
     assert len(words(answer)) > 20
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 32
+    assert answer.usage.completion_tokens == TOKENS
     extension = answer.usage.model_extra["ddtree"]
     assert extension["acceptance_length"] > 1
-    assert extension["passes_saved"] == 31 - extension["rounds"]
+    assert extension["passes_saved"] == TOKENS - 1 - extension["rounds"]
 
 
-@pytest.mark.parametrize(
-    "sampling", [{}, {"temperature": 0.8, "seed": 5}, {"temperature": 1, "top_p": 0.9, "seed": 1}]
-)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
 def test_no_mode_changes_a_text(client, sampling):
-    texts = {mode: words(ask(client, mode, **sampling)) for mode in ("off", "chain", "shadow", "tree")}
+    texts = {mode: words(ask(client, mode, **sampling)) for mode in ("off", "chain", "tree")}
     assert len(set(texts.values())) == 1, texts
 
 
@@ -134,11 +133,13 @@ def test_streaming(client):
 
 
 def test_streaming_helper_of_the_client(client):
-    with client.chat.completions.stream(model=MODEL, messages=QUESTION, temperature=0, max_tokens=24) as stream:
+    fields = {"messages": QUESTION, "temperature": 0, "max_tokens": 64, "stop": ["."]}
+    with client.chat.completions.stream(model=MODEL, **fields) as stream:
         for _ in stream:
             pass
         final = stream.get_final_completion()
-    assert words(final) == words(ask(client, max_tokens=24))
+    assert final.choices[0].finish_reason == "stop"
+    assert words(final) == words(ask(client, **fields))
 
 
 def test_logprobs_are_plain_decodings(client):
@@ -169,11 +170,11 @@ def test_stop(client):
 
 def test_seeds(client):
     def said(seed):
-        return words(ask(client, temperature=1, seed=seed, max_tokens=16))
+        return words(ask(client, temperature=1, seed=seed, max_tokens=8))
 
     assert said(7) == said(7)
-    assert len({said(seed) for seed in range(4)}) > 1
-    many = ask(client, temperature=1, seed=7, n=3, max_tokens=16)
+    assert len({said(seed) for seed in range(3)}) > 1
+    many = ask(client, temperature=1, seed=7, n=3, max_tokens=8)
     assert many.choices[0].message.content == said(7)
     assert len({choice.message.content for choice in many.choices}) > 1
 
@@ -198,7 +199,7 @@ def test_json_schema(client, temperature):
 
 def test_json_object(client):
     question = [{"role": "user", "content": "Give me a small JSON object about a cat."}]
-    answer = ask(client, messages=question, response_format={"type": "json_object"}, max_tokens=200)
+    answer = ask(client, messages=question, response_format={"type": "json_object"}, max_tokens=48)
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(words(answer)), dict)
     assert words(answer).lstrip().startswith("{")
@@ -245,7 +246,7 @@ def test_sixteen_at_once(client):
     def one(index):
         question = [{"role": "user", "content": f"Tell me something about the number {index}."}]
         mode = ("tree", "chain", "off", "tree")[index % 4]
-        return words(ask(client, mode, messages=question, seed=index, max_tokens=16, **kinds[index % 4]))
+        return words(ask(client, mode, messages=question, seed=index, max_tokens=10, **kinds[index % 4]))
 
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(one, range(16)))
@@ -259,7 +260,7 @@ def test_more_than_it_can_take(server, client):
 
     def asked(index):
         try:
-            return words(ask(client, seed=index, max_tokens=12))
+            return words(ask(client, seed=index, max_tokens=4))
         except openai.RateLimitError as error:
             return int(error.response.headers["retry-after"])
 
@@ -295,6 +296,9 @@ def test_the_page(server):
         chrome.find_element(By.ID, "key").send_keys(f"{KEY}\t")
         eventually(lambda: MODEL in chrome.find_element(By.ID, "model").text)
         chrome.find_element(By.ID, "budget").send_keys("\ue012" * 4)  # arrow left
+        tokens = chrome.find_element(By.ID, "tokens")
+        tokens.clear()
+        tokens.send_keys("32")
         chrome.find_element(By.ID, "say").send_keys("List five prime numbers.\n")
         eventually(lambda: chrome.find_element(By.ID, "gain").text.endswith("\u00d7"), 120)
         nodes = chrome.find_elements(By.CSS_SELECTOR, "#tree .node")

@@ -223,7 +223,7 @@ def create_app(
 
 def _routes(app: FastAPI, server: Server) -> None:
     v1: dict[str, Any] = {"tags": ["OpenAI"], "responses": ERRORS}
-    some = {status: ERRORS[status] for status in (401, 404, 503)}
+    some: dict[int | str, dict[str, Any]] = {status: ERRORS[status] for status in (401, 404, 503)}
     app.add_api_route(
         "/v1/chat/completions", server.chat, methods=["POST"], **_described(v1, ChatCompletion), name="chat"
     )

@@ -13,6 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Collection
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,7 +48,7 @@ class Edge:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
-        facts: dict[str, object] = {}
+        facts: dict[str, Any] = {}
         scope.setdefault("state", {})["facts"] = facts
         status = 0
 

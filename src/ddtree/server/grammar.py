@@ -8,7 +8,7 @@ of a draft tree therefore leaves no trace. Each choice has a cursor of its own, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,8 @@ __all__ = ["Grammar", "GrammarConstraint", "Grammars"]
 
 # Models of any size like to pad JSON; without a bound a small one may never come to an end.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
-LIMITS = {"max_grammar_size": 100_000, "verbose_errors": False}
-
-State = tuple[int, ...]
+# What a grammar may cost; errors do not quote the schema, which may be somebody's secret.
+LIMITS = llguidance.LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
 
 
 class GrammarConstraint:
@@ -35,16 +34,18 @@ class GrammarConstraint:
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._at: State = ()
+        self._at: tuple[int, ...] = ()
 
-    def start(self) -> State:
+    def start(self) -> Hashable:
         return ()
 
-    def advance(self, state: State, token: int) -> State:
+    def advance(self, state: Hashable, token: int) -> Hashable:
+        assert isinstance(state, tuple)
         return (*state, token)
 
-    def allowed(self, state: State) -> Tensor:
+    def allowed(self, state: Hashable) -> Tensor:
         """Tokens that may follow. RequestError when the grammar has become too complex to follow."""
+        assert isinstance(state, tuple)
         self._move(state)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
@@ -52,7 +53,7 @@ class GrammarConstraint:
         unpacked_V = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
         return torch.from_numpy(unpacked_V.astype(bool))
 
-    def _move(self, state: State) -> None:
+    def _move(self, state: tuple[int, ...]) -> None:
         common = min(len(self._at), len(state))
         while self._at[:common] != state[:common]:  # branches part within a round: a few steps at most
             common -= 1
@@ -73,8 +74,7 @@ class Grammar:
     vocab_size: int
 
     def constraint(self) -> GrammarConstraint:
-        limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(self.tokenizer, self.text, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self.tokenizer, self.text, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(f"the grammar cannot be compiled: {_reason(matcher.get_error())}")
         return GrammarConstraint(matcher, self.vocab_size)
@@ -98,7 +98,9 @@ class Grammars:
     def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
         """RequestError when the schema is none, cannot be met, or uses what cannot be enforced."""
         try:
-            text = llguidance.LLMatcher.grammar_from_json_schema(_dump(schema), overrides=_overrides())
+            text = llguidance.LLMatcher.grammar_from_json_schema(
+                _dump(schema), overrides={"whitespace_pattern": WHITESPACE}
+            )
         except ValueError as error:
             raise RequestError(f"the schema cannot be read: {_reason(str(error))}") from None
         return self._checked(text)
@@ -123,9 +125,8 @@ class Grammars:
         return self._checked(llguidance.LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{start}\n{rules}\n"))
 
     def _checked(self, text: str) -> Grammar:
-        limits = llguidance.LLParserLimits(**LIMITS)
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-            text, self._tokenizer, limits=limits
+            text, self._tokenizer, limits=LIMITS
         )
         if failed:
             raise RequestError(f"the schema cannot be enforced: {_reason(' '.join(messages))}")
@@ -133,21 +134,17 @@ class Grammars:
 
 
 def _call_schema(name: str, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    inner = dict(arguments or {"type": "object"})
+    inner: dict[str, Any] = dict(arguments or {"type": "object"})
     # References are read from the root of a schema, so what they name has to move there.
-    shared = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
+    shared: dict[str, Any] = {key: inner.pop(key) for key in ("$defs", "definitions") if key in inner}
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "arguments": inner},
         "required": ["name", "arguments"],
         "additionalProperties": False,
-        "x-guidance": _overrides(),
+        "x-guidance": {"whitespace_pattern": WHITESPACE},
         **shared,
     }
-
-
-def _overrides() -> dict[str, Any]:
-    return {"whitespace_pattern": WHITESPACE}
 
 
 def _dump(schema: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ddtree.engine.request import Completion, RoundRecord, TokenLogprob
 from ddtree.server.backend import Backend
@@ -94,7 +95,7 @@ def usage(completions: Sequence[Completion], prompts: Sequence[int]) -> Usage:
     )
 
 
-def _entry(token: int, logprob: float, backend: Backend) -> dict[str, object]:
+def _entry(token: int, logprob: float, backend: Backend) -> dict[str, Any]:
     raw = backend.grammars.token_bytes(token)
     return {"token": _text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
 

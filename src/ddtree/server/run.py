@@ -43,7 +43,9 @@ def listen(host: str, port: int) -> socket.socket:
         bound.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"port {port} of {host} is taken by another program; pass another --port") from None
-        raise ConfigError(f"cannot listen on {host!r} port {port}: {error.strerror}; pass another --port") from None
+        raise ConfigError(
+            f"cannot listen on {host!r} port {port}: {error.strerror}; pass another --port"
+        ) from None
     return bound
 
 

@@ -270,7 +270,9 @@ class ChatRequest(CommonRequest):
 def _prompt_kind(value: Any) -> str:
     if not isinstance(value, list) or not value:
         return "text" if isinstance(value, str) else "ids"
-    return {str: "texts", list: "lists"}.get(type(value[0]), "ids")
+    if isinstance(value[0], str):
+        return "texts"
+    return "lists" if isinstance(value[0], list) else "ids"
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT64)]], Field(min_length=1)]
