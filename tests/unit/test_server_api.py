@@ -6,9 +6,11 @@ import io
 import json
 import logging
 import math
+import re
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
@@ -22,6 +24,7 @@ from tests.serving import eventually
 from tests.unit.fake_service import TEMPLATE, FakeService, backend
 
 JSON = {"content-type": "application/json"}
+ROOT = Path(__file__).resolve().parents[2]
 ODD = "héllo 😀, naïve — 日本語!"
 
 
@@ -475,6 +478,30 @@ def test_metrics(client):
     ):
         assert line in text, line
     assert "/v2/nothing" not in text, "paths that nobody serves must not become labels"
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(client):
+    chat(client)
+    text = client.get("/metrics").text
+    dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    names = {
+        name for p in dashboard["panels"] for t in p["targets"] for name in re.findall(r"ddtree_\w+", t["expr"])
+    }
+    assert len(names) > 15
+    for name in names:
+        assert f"\n{name}{{" in text or f"\n{name} " in text, name
+    documented = (ROOT / "docs" / "reference" / "http.md").read_text()
+    for name in re.findall(r"^# TYPE ddtree_(\w+) ", text, re.MULTILINE):
+        if not name.endswith("_created"):
+            assert f"`{name.removesuffix('_total')}`" in documented, name
+
+
+def test_a_huge_prompt_is_refused_by_its_length(client):
+    began = time.monotonic()
+    response = chat(client, words="word " * 600_000)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - began < 20
 
 
 def test_the_watchdog_names_a_stuck_round(caplog):
