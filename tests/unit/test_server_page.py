@@ -120,6 +120,19 @@ def test_keys_alone_are_enough(page):
     assert all(place >= 0 for place in order)
 
 
+def test_what_lies_behind_the_end_was_not_said(page):
+    """A round whose path goes on after the tokens that it emitted."""
+    kinds = page.run(
+        """
+        const { layOut } = await import("/ui/tree.js");
+        const round = { tokens: [1, 2, 3, 4], texts: ["a", "b", "c", "d"], parents: [0, 0, 1, 0],
+                        depths: [0, 1, 2, 1], probabilities: [1, 0.5, 0.4, 0.3], path: [0, 1, 2], emitted: ["b"] };
+        return layOut(round).nodes.map((node) => node.kind);
+        """
+    )
+    assert kinds == ["root", "taken", "left", "left"]
+
+
 def test_probabilities_on_hover(page, chrome):
     from selenium.webdriver.common.action_chains import ActionChains
 

@@ -209,7 +209,8 @@ function showRound(place) {
   $("round").max = rounds.length;
   $("round").value = state.shown + 1;
   const drafted = round.tokens.length - 1;
-  $("round-shown").textContent = `round ${state.shown + 1} of ${rounds.length}: ${round.emitted.length} of ${drafted} + 1`;
+  const said = round.emitted.length === 1 ? "1 token" : `${round.emitted.length} tokens`;
+  $("round-shown").textContent = `round ${state.shown + 1} of ${rounds.length}: ${said}, ${drafted} drafted`;
 }
 
 function showPlayer() {

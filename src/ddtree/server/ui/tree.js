@@ -16,10 +16,11 @@ function short(text) {
 
 // Nodes with their places: depth to the right, leaves one below the other, parents beside the middle of their children.
 export function layOut(round) {
+  // What lies on the path behind the answer's end was verified, but never said.
+  const taken = new Set(round.path.slice(1, round.emitted.length + 1));
   const nodes = round.tokens.map((token, id) => ({
     id, token, text: round.texts[id], depth: round.depths[id], parent: id === 0 ? null : round.parents[id],
-    probability: round.probabilities[id], kind: id === 0 ? "root" : round.path.includes(id) ? "taken" : "left",
-    children: [],
+    probability: round.probabilities[id], kind: id === 0 ? "root" : taken.has(id) ? "taken" : "left", children: [],
   }));
   for (const node of nodes.slice(1)) nodes[node.parent].children.push(node.id);
   const last = round.path[round.path.length - 1];
