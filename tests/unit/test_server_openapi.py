@@ -26,12 +26,16 @@ def test_no_request_is_the_servers_fault(url):
         @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
         def ask(case):
+            if isinstance(case.body, dict):
+                case.body["model"] = (
+                    "toy"  # a name that nobody would guess, and nothing is asked behind a wrong one
+                )
             response = case.call_and_validate(checks=[not_a_server_error])
             statuses.setdefault(case.operation.label, set()).add(response.status_code)
 
         ask()
     for label in ("POST /v1/chat/completions", "POST /v1/completions"):
-        assert 400 in statuses[label]
+        assert statuses[label] >= {200, 400}
     assert statuses["GET /v1/models/{name}"] >= {404}
 
 

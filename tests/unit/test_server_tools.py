@@ -93,6 +93,15 @@ def test_calls_in_an_answer(per_round):
         assert parts[-1]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("text", ["it ends with <tool_", "it ends with breaks\n\n", f"{CALL}<tool_call>cut"])
+def test_what_was_held_back_comes_at_the_end(text):
+    with client_of(FakeService(lambda _: text, template=TOOL_TEMPLATE)) as client:
+        whole = chat(client, tools=TOOLS).json()["choices"][0]["message"]["content"]
+        parts = chunks(chat(client, tools=TOOLS, stream=True))
+        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts) == whole
+        assert text.endswith(whole)
+
+
 def test_the_model_is_shown_tools_and_results():
     with client_of(FakeService(lambda _: CALL, template=TOOL_TEMPLATE)) as client:
         first = chat(client, tools=TOOLS).json()["choices"][0]["message"]
