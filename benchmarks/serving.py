@@ -4,9 +4,9 @@
 
 Starts `ddtree serve` once and keeps `concurrency` streams open at a time, as users would. Modes take turns at
 every concurrency, in an order that rotates, through the request's own `ddtree.mode`, so all arms share one server
-and one stretch of time. Every request has a prompt of its own, so the prefix cache finds the template alone. Only
-emitted tokens count (`usage.completion_tokens`). The last part sends four times as many requests as may run and
-wait, all at once.
+and one stretch of time. Modes get the same prompts, each with a number of its own in front, so that the prefix cache
+finds the template alone. Only emitted tokens count (`usage.completion_tokens`). The last part sends four times as
+many requests as may run and wait, all at once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Answer:
 def main() -> None:
     options = arguments()
     prompts = load_prompts("gsm8k_test", 0) + load_prompts("mt_bench", 0)
-    supply = itertools.cycle(prompts)
+    supply, serial = itertools.cycle(prompts), itertools.count(1)
     process, url = start(options)
     try:
         with httpx.Client() as client:
@@ -62,9 +62,10 @@ def main() -> None:
         cells = []
         for place, concurrency in enumerate(options.concurrency):
             turn = place % len(MODES)
+            count = max(options.requests, round(options.rounds_of * concurrency))
+            shared = list(itertools.islice(supply, count))
             for mode in (*MODES[turn:], *MODES[:turn]):
-                count = max(options.requests, round(options.rounds_of * concurrency))
-                taken = list(itertools.islice(supply, count))
+                taken = [f"({next(serial)}) {prompt}" for prompt in shared]
                 answers, seconds = asyncio.run(load(url, info["model"], taken, mode, concurrency, options.tokens))
                 cells.append(cell(mode, concurrency, answers, seconds))
                 print(json.dumps(cells[-1]), flush=True)
