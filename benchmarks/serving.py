@@ -4,9 +4,9 @@
 
 Starts `ddtree serve` once and keeps `concurrency` streams open at a time, as users would. Modes take turns at
 every concurrency, in an order that rotates, through the request's own `ddtree.mode`, so all arms share one server
-and one stretch of time. Modes get the same prompts, each with a number of its own in front, so that the prefix cache
-finds the template alone. Only emitted tokens count (`usage.completion_tokens`). The last part sends four times as
-many requests as may run and wait, all at once.
+and one stretch of time. Modes get the same prompts, each with a number of its own in front, so that the prefix
+cache finds the template alone. Only emitted tokens count (`usage.completion_tokens`). The last part sends four
+times as many requests as may run and wait, all at once.
 """
 
 from __future__ import annotations

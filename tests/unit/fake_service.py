@@ -266,6 +266,7 @@ def backend(service: FakeService, *, max_context: int = 2048) -> Backend:
         vocab_size=len(service.tokenizer.backend),
         eos_ids=frozenset({service.eos}),
         max_context=max_context,
+        places=service.seats + service.max_queue,
         mode="tree",
         budget=16,
         facts={"device": "none"},

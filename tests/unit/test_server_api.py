@@ -411,6 +411,10 @@ def test_limits_of_an_answer():
         assert submitted(client).params.max_tokens == 8
         many = client.post("/v1/completions", json={"model": "toy", "prompt": ["a", "b"], "n": 2})
         assert many.json()["error"]["code"] == "too_many_choices"
+    with client_of(FakeService(seats=2, max_queue=1)) as client:
+        assert chat(client, n=3).status_code == 200
+        refused = chat(client, n=4)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
 
 @pytest.mark.parametrize("field", ["body_bytes", "choices", "receive_s", "send_s", "drain_s", "stuck_s", "tokens"])
@@ -428,7 +432,7 @@ def test_a_full_queue_is_told_when_to_come_back():
             one.start()
         eventually(lambda: len(service.submitted) == 2)
         began = time.monotonic()
-        refused = chat(client, n=2)
+        refused = chat(client)
         assert time.monotonic() - began < 1
         assert refused.status_code == 429
         assert refused.headers["Retry-After"] == "2"

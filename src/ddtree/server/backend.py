@@ -36,8 +36,8 @@ class ServiceLike(Protocol):
 class Backend:
     """One loaded model.
 
-    names: what requests may call it, the first in answers. vocab_size, eos_ids, max_context: the engine's. facts:
-    what `/server_info` adds.
+    names: what requests may call it, the first in answers. vocab_size, eos_ids, max_context: the engine's. places:
+    how many answers may run and wait. facts: what `/server_info` adds.
     """
 
     service: ServiceLike
@@ -46,6 +46,7 @@ class Backend:
     vocab_size: int
     eos_ids: frozenset[int]
     max_context: int
+    places: int
     mode: str
     budget: int
     facts: Mapping[str, Any]
@@ -84,6 +85,7 @@ def open_backend(llm: LLM, *, names: Sequence[str], max_queue: int) -> Backend:
         vocab_size=spec.vocab_size,
         eos_ids=frozenset(spec.eos_ids),
         max_context=engine.max_context,
+        places=engine.memory.sequences + max_queue,
         mode=plan.mode,
         budget=plan.budget,
         facts={

@@ -67,6 +67,7 @@ def prepare_chat(request: ChatRequest, backend: Backend, limits: Limits) -> Work
     grammar = _chat_grammar(request, tools, backend)
     shown = None if tools is None else [tool.model_dump(exclude_none=True) for tool in tools]
     prompt = backend.chat_ids([_message(m) for m in request.messages], shown, _variables(request))
+    _check_choices(request, 1, backend, limits)
     most = request.max_completion_tokens or request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     submissions = _choices(request, prompt, most, logprobs, grammar, backend, limits)
@@ -77,14 +78,7 @@ def prepare_completion(request: CompletionRequest, backend: Backend, limits: Lim
     """Problem or RequestError when something cannot be honoured."""
     _check_model(request.model, backend)
     prompts = _prompts(request.prompt, backend)
-    if len(prompts) * (request.n or 1) > limits.choices:
-        raise Problem(
-            400,
-            f"prompt: {len(prompts)} prompts with n = {request.n or 1} are more than {limits.choices} answers; "
-            "send them as several requests",
-            param="prompt",
-            code="too_many_choices",
-        )
+    _check_choices(request, len(prompts), backend, limits)
     submissions: list[Submission] = []
     for prompt in prompts:
         most = request.max_tokens or COMPLETION_TOKENS
@@ -100,6 +94,19 @@ def _check_model(name: str, backend: Backend) -> None:
             f"model: {name!r} is not served here; this server has {known}",
             param="model",
             code="model_not_found",
+        )
+
+
+def _check_choices(request: CommonRequest, prompts: int, backend: Backend, limits: Limits) -> None:
+    """More answers than there are places would be told to come back later for ever."""
+    wanted, most = prompts * (request.n or 1), min(limits.choices, backend.places)
+    if wanted > most:
+        raise Problem(
+            400,
+            f"n: {prompts} prompts with n = {request.n or 1} are more than the {most} answers that this server "
+            "gives at once; send them as several requests",
+            param="n",
+            code="too_many_choices",
         )
 
 
