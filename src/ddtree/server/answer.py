@@ -15,16 +15,9 @@ from ddtree.engine.request import Completion, Piece, TokenLogprob
 from ddtree.server.backend import Backend
 from ddtree.server.feed import Feed
 from ddtree.server.prepare import Work
+from ddtree.server.replies import ChatChoice, ChatCompletion, CompletionChoice, ResponseMessage, TextCompletion
 from ddtree.server.report import characters, chat_logprobs, completion_logprobs, round_report, usage
-from ddtree.server.schema import (
-    ChatChoice,
-    ChatCompletion,
-    CompletionChoice,
-    FunctionCall,
-    ResponseMessage,
-    TextCompletion,
-    ToolCall,
-)
+from ddtree.server.schema import FunctionCall, ToolCall
 from ddtree.server.tools import Call, ToolParser
 
 __all__ = ["Exchange", "chat_answer", "chat_chunks", "completion_answer", "completion_chunks"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddtree.engine.request import Completion, RoundRecord, TokenLogprob
 from ddtree.server.backend import Backend
-from ddtree.server.schema import (
+from ddtree.server.replies import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
