@@ -151,6 +151,7 @@ from ddtree.server.logs import set_up
 from ddtree.server.run import listen, serve
 set_up()
 service = FakeService(lambda _: "word " * 60, round_s=0.02, per_round=5)
+{more}
 bound = listen("127.0.0.1", 0)
 print(bound.getsockname()[1], flush=True)
 serve(bound, lambda: backend(service), limits=Limits(drain_s={drain}), keys=())
@@ -158,10 +159,10 @@ print("ended", flush=True)
 """
 
 
-def server_process(drain):
+def server_process(drain, more=""):
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT.format(drain=drain)],
+        [sys.executable, "-c", SCRIPT.format(drain=drain, more=more)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -197,6 +198,21 @@ def test_told_to_stop_it_finishes_what_it_has_accepted():
     assert "stopping" in events
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{url}/health")
+
+
+STUCK = """
+import time
+service.drain = lambda seconds: time.sleep(seconds)
+service.close = lambda: time.sleep(600)
+"""
+
+
+def test_a_stuck_round_does_not_keep_it_alive():
+    process, _ = server_process(1, STUCK)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert json.loads(err.splitlines()[-1])["level"] == "warning"
 
 
 def test_told_twice_it_ends_at_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from ddtree.speculation.params import SamplingParams
 __all__ = ["Life", "warm"]
 
 WATCH_S = 0.5
+CLOSE_S = 5.0
 WARM_TOKENS = 16
 
 
@@ -37,6 +39,7 @@ class Life:
         self._on_failure = on_failure
         self._backend: Backend | None = None
         self._stopping = False
+        self._deadline_s = math.inf
         self.stuck = False
         self.failure: Exception | None = None
 
@@ -67,8 +70,10 @@ class Life:
         threading.Thread(target=self._load, name="ddtree-load", daemon=True).start()
 
     def stop_accepting(self) -> None:
-        """From now on new requests are refused."""
-        self._stopping = True
+        """From now on new requests are refused, and the time for those on their way runs."""
+        if not self._stopping:
+            self._stopping = True
+            self._deadline_s = time.monotonic() + self._limits.drain_s
 
     async def stop(self) -> None:
         """Finish what was accepted, as long as the limits allow, and close the engine."""
@@ -76,9 +81,13 @@ class Life:
         if self._backend is None:
             return
         service = self._backend.service
-        finished = await asyncio.to_thread(service.drain, self._limits.drain_s)
+        left_s = max(self._deadline_s - time.monotonic(), 0.0)
+        finished = await asyncio.to_thread(service.drain, left_s)
         log("drained", logging.INFO if finished else logging.WARNING, finished=finished)
-        await asyncio.to_thread(service.close)
+        # A round that is stuck would keep the engine from closing, and must not keep the process from ending.
+        closing = threading.Thread(target=service.close, name="ddtree-close", daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, CLOSE_S)
 
     async def watch(self, tell: Callable[[bool], None]) -> None:
         """The watchdog. tell: called with whether a round is stuck, whenever that changes."""
