@@ -103,7 +103,7 @@ class Grammars:
             )
         except ValueError as error:
             raise RequestError(f"the schema cannot be read: {_reason(str(error))}") from None
-        return self._checked(text)
+        return self.checked(text)
 
     def tool_calls(
         self, tools: Mapping[str, Mapping[str, Any] | None], *, required: bool, parallel: bool
@@ -122,9 +122,10 @@ class Grammars:
         else:
             start = f"start: ({'call*' if parallel else 'call?'}) rest\ncall: head {body}\nrest: TEXT"
             start += '\nhead[lazy]: TEXT "<tool_call>\\n"\nTEXT: /(.|\\n)*/'
-        return self._checked(llguidance.LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{start}\n{rules}\n"))
+        return self.checked(llguidance.LLMatcher.grammar_from_lark(f"%llguidance {{}}\n{start}\n{rules}\n"))
 
-    def _checked(self, text: str) -> Grammar:
+    def checked(self, text: str) -> Grammar:
+        """A grammar in llguidance's own language. RequestError when it cannot be enforced."""
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
             text, self._tokenizer, limits=LIMITS
         )
