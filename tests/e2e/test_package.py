@@ -66,14 +66,13 @@ def test_it_works_where_it_is_installed(wheel, tmp_path):
     place = tmp_path / "env"
     venv.create(place, with_pip=False, symlinks=True)
     python = place / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python)]
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--quiet", str(wheel)], check=True, capture_output=True, text=True
-    )
+    # The checkout may be on PYTHONPATH: pip would find ddtree there and be content, and so would Python.
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, text=True, env=clean)
     # What ddtree depends on comes from the environment of the tests; ddtree itself must not.
     site = next(place.glob("lib/python*/site-packages"))
     (site / "others.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n")
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def run(*command):
         return subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=200)
