@@ -19,19 +19,19 @@ demo:
 	@$(RUN)/ddtree demo
 
 test:
-	@$(PYTHON) scripts/setup_env.py $(VENV) dev train
+	@$(PYTHON) scripts/setup_env.py $(VENV) dev train server
 	@$(RUN)/ddtree pull
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
 
 check:
-	@$(PYTHON) scripts/setup_env.py $(VENV) dev train
+	@$(PYTHON) scripts/setup_env.py $(VENV) dev train server
 	$(RUN)/ruff format --check
 	$(RUN)/ruff check
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-logo
 
 format:
-	@$(PYTHON) scripts/setup_env.py $(VENV) dev train
+	@$(PYTHON) scripts/setup_env.py $(VENV) dev train server
 	$(RUN)/ruff format
 	$(RUN)/ruff check --fix
 

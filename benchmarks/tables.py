@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/concepts/exactness.md", "docs/drafters.md")
+DOCUMENTS = ("README.md", "docs/concepts/exactness.md", "docs/drafters.md", "docs/guides/serving.md")
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SETS = {"gsm8k_test": "GSM8K", "humaneval": "HumanEval", "mt_bench": "MT-bench, first turns"}
 TASKS = {
@@ -169,6 +169,38 @@ def edges() -> str:
     return markdown(("prompts", *arms), rows)
 
 
+def serving() -> str:
+    report = result("serving")
+    rows = []
+    plain = {c["concurrency"]: c["tokens_per_second"] for c in report["cells"] if c["mode"] == "off"}
+    for c in sorted(report["cells"], key=lambda c: (c["concurrency"], c["mode"] != "off", c["mode"])):
+        rows.append(
+            [
+                f"{c['concurrency']}, {c['mode']}",
+                f"{c['tokens_per_second']:.1f}",
+                f"{c['tokens_per_second'] / plain[c['concurrency']]:.2f}",
+                f"{c['acceptance_length']:.2f}",
+                f"{c['first_token_s']['p50']:.2f} / {c['first_token_s']['p90']:.2f}",
+                f"{1000 * c['per_token_s']['p50']:.0f} / {1000 * c['per_token_s']['p90']:.0f}",
+            ]
+        )
+    header = (
+        "concurrency, mode",
+        "tokens/s, all together",
+        "over off",
+        "acceptance",
+        "first token, s (p50 / p90)",
+        "ms per token (p50 / p90)",
+    )
+    over = report["overload"]
+    told = (
+        f"{over['sent']} requests at once, four times the {over['capacity']} that may run and wait: "
+        f"{over['accepted']} answered, {over['refused_429']} told 429 (half of them within "
+        f"{over['refused_after_s']['p50']:.2f} s), {over['other']} anything else.\n"
+    )
+    return markdown(header, rows) + "\n" + told
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu_decode": cpu_decode,
     "acceptance": lambda: acceptance("acceptance"),
@@ -177,6 +209,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "ablation": ablation,
     "edges": edges,
+    "serving": serving,
 }
 
 if __name__ == "__main__":

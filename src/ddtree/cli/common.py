@@ -143,12 +143,18 @@ def open_llm(
     block_size: int | None,
     max_context: int | None = None,
     prefix_cache: bool | None = None,
+    max_sequences: int = 1,
 ) -> LLM:
     """A model ready to answer, with progress while it is fetched."""
     from ddtree.engine.config import EngineConfig
 
     config = EngineConfig(
-        mode=mode, budget=budget, block_size=block_size, max_context=max_context, prefix_cache=prefix_cache
+        mode=mode,
+        budget=budget,
+        block_size=block_size,
+        max_context=max_context,
+        prefix_cache=prefix_cache,
+        max_sequences=max_sequences,
     )
     from ddtree.engine.llm import LLM
 

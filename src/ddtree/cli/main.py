@@ -16,6 +16,7 @@ from ddtree.cli.export import export
 from ddtree.cli.generate import generate
 from ddtree.cli.info import info
 from ddtree.cli.pull import pull
+from ddtree.cli.serve import serve
 from ddtree.cli.train import train
 from ddtree.errors import DDTreeError
 
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, pull, generate, chat, info, data, train, export):
+for verb in (demo, pull, generate, chat, serve, info, data, train, export):
     app.command()(verb)
 app.command("eval")(evaluate)
 app.command()(compare)

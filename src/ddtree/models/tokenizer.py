@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from jinja2 import TemplateError
+from types import MappingProxyType
+from typing import Any
 
 from ddtree.errors import CheckpointError, RequestError
 
 __all__ = ["ChatTokenizer"]
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 # A word that no template contains: it marks where the user's words begin.
 MARK = "\x02here\x02"
 
@@ -32,22 +32,46 @@ class ChatTokenizer:
             raise CheckpointError(f"{folder}: no usable tokenizer ({reason}); fetch its files again") from None
 
     @property
+    def backend(self) -> Any:
+        """The Hugging Face tokenizer itself, for libraries that need one."""
+        return self._tokenizer
+
+    @property
+    def chat_template(self) -> str:
+        """The model's chat template; empty where it has none."""
+        template = self._tokenizer.chat_template or ""
+        return (
+            template if isinstance(template, str) else str(template.get("tool_use") or template.get("default", ""))
+        )
+
+    @property
     def can_chat(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
-    def chat_text(self, messages: Sequence[Message]) -> str:
-        """The rendered prompt: the template with the generation prompt at its end. RequestError when the model has
-        no template, or one that refuses the messages."""
+    def chat_text(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """The rendered prompt: the template with the generation prompt at its end.
+
+        tools: as OpenAI describes them. variables: further ones that the template knows. RequestError when the
+        model has no template, or one that refuses the messages.
+        """
         if not self.can_chat:
             raise RequestError("this model has no chat template; pass the prompt as plain text")
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=False,
+                add_generation_prompt=True,
+                **variables,
             )
-        except (
-            TemplateError
-        ) as error:  # templates refuse what they cannot render: a system message, two user turns
+        except Exception as error:  # noqa: BLE001 - templates are programs of others: they refuse in ways of their own
             raise RequestError(f"the model's chat template refuses these messages: {error}") from None
         return str(text)
 
