@@ -222,7 +222,7 @@ def test_verbs_that_make_things_refuse_too(run, models, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "w1 w2"}\n{"prompt": ""}\n')
     data = ("data", "--out", tmp_path / "out", "--model", models / "target")
-    refused(run(*data), 2, "nothing to answer", "--prompts FILE, or --own N")
+    refused(run(*data), 2, "nothing to answer", "--prompts FILE or --dataset ID, or --own N")
     refused(run(*data, "--prompts", tmp_path / "none"), 7, "none: no such file")
     refused(run(*data, "--prompts", tmp_path), 7, f"{tmp_path}: is a folder; give a JSONL file")
     refused(run(*data, "--prompts", prompts), 7, "prompts.jsonl, line 2: needs a non-empty", "--skip-broken")

@@ -29,6 +29,9 @@ __all__ = ["data"]
 def data(
     out: Path = typer.Option(..., help="Folder for the shards and their card."),
     prompts: list[Path] = typer.Option([], help="JSONL file with a `prompt` on each line; may be repeated."),
+    dataset: list[str] = typer.Option(
+        [], help="Prompts of a hub's data set: ID, ID:SPLIT or ID:SPLIT:COLUMN; may be repeated."
+    ),
     own: int = typer.Option(0, min=0, help="How many prompts the target writes itself, besides."),
     held_out: list[Path] = typer.Option([], help="JSONL file of prompts to stay away from; may be repeated."),
     model: str = typer.Option(DEFAULT_MODEL, help="The target: a known name, a hub id or a folder."),
@@ -37,7 +40,7 @@ def data(
     temperature: list[float] = typer.Option([0.0], min=0.0, help="One pass a temperature; may be repeated."),
     batch: int = typer.Option(64, min=1, help="Sequences decoded together."),
     seed: int = typer.Option(0, min=0, help="Of the sampling."),
-    limit: int = typer.Option(0, min=0, help="Take only the first prompts of each file; 0 takes all."),
+    limit: int = typer.Option(0, min=0, help="Take only the first prompts of each file or set; 0 takes all."),
     skip_broken: bool = typer.Option(False, help="Leave broken lines out and count them."),
     device: str = DEVICE_OPTION,
     dtype: str = typer.Option("auto", help="auto, bfloat16 or float32."),
@@ -47,6 +50,7 @@ def data(
 ) -> None:
     """Write the target's own answers to prompts, in shards that `ddtree train` reads. A second run goes on."""
     from ddtree.data.generate import AnswerPlan, answer_prompts, write_own_prompts
+    from ddtree.data.hub_prompts import read_dataset
     from ddtree.data.prompts import HeldOut, read_prompts
     from ddtree.errors import ConfigError
     from ddtree.models.hub import locate
@@ -54,10 +58,15 @@ def data(
     from ddtree.models.tokenizer import ChatTokenizer
     from ddtree.training.start import resolve_device, resolve_dtype
 
-    if not prompts and not own:
-        raise ConfigError("nothing to answer: give --prompts FILE, or --own N for prompts of the target's own")
+    if not prompts and not dataset and not own:
+        raise ConfigError(
+            "nothing to answer: give --prompts FILE or --dataset ID, or --own N for prompts of the target's own"
+        )
     which, parts = _share(part)
     collected, left_out = _read(prompts, limit, skip_broken)
+    for name in dataset:
+        found = read_dataset(name)
+        collected += found[:limit] if limit else found
     excluded = HeldOut(p.text for path in held_out for p in read_prompts(path)[0])
     where = resolve_device(device)
     local = locate(model, cache_dir=cache_dir())

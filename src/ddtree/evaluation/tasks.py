@@ -14,8 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ddtree.data.hub_prompts import fetch_rows
 from ddtree.data.prompts import Prompt, read_prompts
-from ddtree.errors import ConfigError, DownloadError
+from ddtree.errors import ConfigError
 
 __all__ = ["KNOWN_TASKS", "Task", "load_task"]
 
@@ -100,7 +101,7 @@ def load_task(name: str, limit: int = 0, skip_broken: bool = False) -> Task:
     for folder in (PACKAGED, CHECKOUT):
         if source.file is not None and (folder / source.file).is_file():
             return _task(found, read_prompts(folder / source.file)[0], 0, limit)
-    return _task(found, _fetch(found, source), 0, limit)
+    return _task(found, _fetch(source), 0, limit)
 
 
 def _task(name: str, prompts: Sequence[Prompt], broken: int, limit: int) -> Task:
@@ -111,23 +112,11 @@ def _task(name: str, prompts: Sequence[Prompt], broken: int, limit: int) -> Task
     return Task(name, once[:limit] if limit else once, broken, len(prompts) - len(once))
 
 
-def _fetch(name: str, source: TaskSource) -> list[Prompt]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ConfigError(
-            f"task {name} is not part of this installation and is fetched with the `datasets` library, which is "
-            "missing: pip install 'ddtree[eval]', or pass its prompts as a FILE.jsonl"
-        ) from None
-    try:
-        rows = load_dataset(source.hub, source.config, split=source.split)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DownloadError(
-            f"task {name}: {source.hub} cannot be fetched ({reason}); connect, or pass its prompts as a FILE.jsonl"
-        ) from error
+def _fetch(source: TaskSource) -> list[Prompt]:
+    hub = str(source.hub)
+    rows = fetch_rows(hub, source.config, source.split)
     count = min(len(rows), source.first or len(rows))
-    return [Prompt((("user", source.text(rows[i])),), str(source.hub), source.licence) for i in range(count)]
+    return [Prompt((("user", source.text(rows[i])),), hub, source.licence) for i in range(count)]
 
 
 def _plain(name: str) -> str:
