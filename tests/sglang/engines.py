@@ -28,8 +28,9 @@ COMMON = {
 @contextmanager
 def serving(rig: Path, target: Path, drafter: Path | None, flags: Any = None, **fields: Any) -> Iterator[Any]:
     """An engine that runs DDTREE with a drafter, plain decoding without. It ends with the block."""
-    import sglang
     from sglang.srt.plugins import load_plugins
+
+    import sglang
 
     os.environ["DDTREE_RIG"] = str(rig)
     load_plugins()

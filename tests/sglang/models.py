@@ -85,7 +85,10 @@ def write_drafter(folder: Path, block_size: int = 8, layer_ids: list[int] | None
     shapes: dict[str, tuple[int, ...]] = {"fc": (HIDDEN, HIDDEN * len(layer_ids))}
     for layer in range(2):
         at = f"layers.{layer}."
-        shapes |= {at + f"self_attn.{name}_proj": (rows, HIDDEN) for name, rows in zip("qkv", (query, keys, keys))}
+        shapes |= {
+            at + f"self_attn.{name}_proj": (rows, HIDDEN)
+            for name, rows in zip("qkv", (query, keys, keys), strict=True)
+        }
         shapes |= {at + "self_attn.o_proj": (HIDDEN, query), at + "mlp.down_proj": (HIDDEN, 128)}
         shapes |= {at + "mlp.gate_proj": (128, HIDDEN), at + "mlp.up_proj": (128, HIDDEN)}
     tensors = {f"{name}.weight": torch.randn(*shape) * 0.1 for name, shape in shapes.items()}
@@ -107,7 +110,9 @@ def reference(folder: Path) -> Any:
 def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
     """What Hugging Face says greedily, end tokens ignored."""
     ids = torch.tensor([list(prompt)])
-    said = reference(folder).generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    said = reference(folder).generate(
+        ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     return said[0, len(prompt) :].tolist()
 
 
@@ -118,8 +123,8 @@ def next_logits(folder: Path, tokens: Sequence[int]) -> Tensor:
 
 
 def foresight(truth: Sequence[int], decoy: int = 3) -> list[Step]:
-    """Proposals of a drafter that knows the future but ranks the true token second in every `decoy`-th position, so
-    that only a branch beside the chain holds it."""
+    """Proposals of a drafter that knows the future but ranks the true token second in every `decoy`-th position,
+    so that only a branch beside the chain holds it."""
     steps: list[Step] = []
     for place, token in enumerate(truth):
         step: list[tuple[int, float]] = [(token, 5.0)]

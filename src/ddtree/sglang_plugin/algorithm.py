@@ -1,9 +1,8 @@
 """DDTREE as SGLang's scheduler sees it: one class that answers every question the built-in algorithms answer.
 
-Invariant: it answers as DFLASH does wherever a question is about DFLASH's infrastructure (hidden-state capture, the
-drafter's model and pools, overlap), because that infrastructure serves it. A question that is new in SGLang is found
-at registration (`contract.unanswered`), not in the middle of a request.
-"""
+Invariant: it answers as DFLASH does wherever a question is about DFLASH's infrastructure (hidden-state capture,
+the drafter's model and pools, overlap), because that infrastructure serves it. A question that is new in SGLang is
+found at registration (`contract.unanswered`), not in the middle of a request."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from ddtree.sglang_plugin.launch import settle
+from ddtree.sglang_plugin.settings import Settings
 
 __all__ = ["NAME", "DDTreeAlgorithm", "worker_class"]
 
@@ -22,7 +22,17 @@ DFLASH = SpeculativeAlgorithm.DFLASH
 
 
 class DDTreeAlgorithm(CustomSpecAlgo):
-    """What DDTREE answers. Methods that are not here answer the same for every plugin."""
+    """What DDTREE answers. Methods that are not here answer the same for every plugin.
+
+    settings: what this scheduler process runs, from the moment its worker has been made.
+    """
+
+    settings: Settings | None = None
+
+    @property
+    def verifies_trees(self) -> bool:
+        """Whether the target's passes need a tree mask, captured graphs included."""
+        return self.settings is not None and self.settings.plan.capabilities.verifies_trees
 
     def is_dflash(self) -> bool:
         return True
@@ -71,7 +81,8 @@ class DDTreeAlgorithm(CustomSpecAlgo):
 
 
 def worker_class(server_args: Any) -> type:
-    """What SGLang asks for once, in each scheduler process. The worker's imports are heavy, so they wait for it."""
+    """What SGLang asks for once, in each scheduler process. The worker's imports are heavy, so they wait for
+    it."""
     del server_args
     from ddtree.sglang_plugin.worker import DDTreeWorker
 

@@ -1,8 +1,7 @@
 """Which of SGLang's attention backends can verify a tree, and how each reads its mask.
 
-Read from SGLang 0.5.23: triton takes `custom_mask` of a verification always, flashinfer packs it. The others run the
-rows as a chain, whatever the mask says, so a tree on them would be verified wrong without a word.
-"""
+Read from SGLang 0.5.23: triton takes `custom_mask` of a verification always, flashinfer packs it. The others run
+the rows as a chain, whatever the mask says, so a tree on them would be verified wrong without a word."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Candidates for the drafter and choices of the target, for one batch of requests and their sampling settings.
 
 Invariant: no request is decoded greedily because a device or a backend lacks something: a sampled request is drawn
-with the project's noise, or, in SGLang's deterministic mode, by SGLang's own sampler. Under tensor parallelism every
-rank computes, and rank 0's candidates and choices are everyone's.
-"""
+with the project's noise, or, in SGLang's deterministic mode, by SGLang's own sampler. Under tensor parallelism
+every rank computes, and rank 0's candidates and choices are everyone's."""
 
 from __future__ import annotations
 
@@ -48,7 +47,8 @@ class Chooser:
     def __init__(
         self, head: DraftHead, vocab_size: int, settings: Settings, sync: Any, sampler: Any, deterministic: bool
     ) -> None:
-        """sync: SGLang's broadcast of speculative decisions. sampler: the target's. deterministic: SGLang's mode."""
+        """sync: SGLang's broadcast of speculative decisions. sampler: the target's. deterministic: SGLang's
+        mode."""
         self._head = head
         self._vocab_size = vocab_size
         self._coupling = settings.coupling
@@ -70,7 +70,8 @@ class Chooser:
             ranked = self._head.ranked(hidden_RDh.flatten(0, 1), count, None)
             tokens_RDK, log_probs_RDK = (part.view(sequences, depth, -1) for part in ranked)
         else:
-            # One depth at a time: the noise of a whole block over the vocabulary would be the largest tensor of all.
+            # One depth at a time: the noise of a whole block over the vocabulary would be the largest tensor of
+            # all.
             levels = [self._level(hidden_RDh[:, d], turn.prefix_R + d, count, turn) for d in range(depth)]
             tokens_RDK, log_probs_RDK = (torch.stack(parts, dim=1) for parts in zip(*levels, strict=True))
         tokens_RDK, log_probs_RDK = tokens_RDK.contiguous(), log_probs_RDK.contiguous()

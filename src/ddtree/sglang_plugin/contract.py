@@ -79,7 +79,14 @@ HOST = (
     Uses(
         _SPEC + "dflash_info",
         "DFlashVerifyInput",
-        attributes=("draft_token", "positions", "draft_token_num", "custom_mask", "capture_hidden_mode", "kv_loc_plan"),
+        attributes=(
+            "draft_token",
+            "positions",
+            "draft_token_num",
+            "custom_mask",
+            "capture_hidden_mode",
+            "kv_loc_plan",
+        ),
     ),
     Uses(_SPEC + "dflash_info", "DFlashVerifyInput.prepare_for_verify", ("batch", "target_worker")),
     Uses(_SPEC + "dflash_info_v2", "DFlashDraftInputV2", attributes=("bonus_tokens", "nxt_kv_lens_cpu")),
@@ -112,7 +119,9 @@ HOST = (
         _WORKER + "forward_batch_generation",
         ("batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),
     ),
-    Uses(_SPEC + "dflash_worker_v2", _WORKER + "__init__", ("server_args", "gpu_id", "nccl_port", "target_worker")),
+    Uses(
+        _SPEC + "dflash_worker_v2", _WORKER + "__init__", ("server_args", "gpu_id", "nccl_port", "target_worker")
+    ),
     Uses(_SPEC + "dflash_worker_v2", _WORKER + "init_attention_backends", ()),
     Uses(_SPEC + "dflash_worker_v2", _WORKER + "_maybe_build_draft_sampler", ()),
     Uses(_SPEC + "dflash_worker_v2", _WORKER + "_validate_phase1_sampling_support", ("batch",)),
@@ -144,9 +153,7 @@ HOST = (
         _WORKER + "_update_target_mamba_state_after_verify",
         ("batch", "seq_lens_pre_verify", "seq_lens_post_verify", "commit_lens"),
     ),
-    Uses(
-        _SPEC + "dflash_worker_v2", _WORKER + "_make_next_draft_input_decode", ("bonus_tokens", "new_seq_lens")
-    ),
+    Uses(_SPEC + "dflash_worker_v2", _WORKER + "_make_next_draft_input_decode", ("bonus_tokens", "new_seq_lens")),
     Uses(_SPEC + "base_spec_worker", "BaseSpecWorker.on_verify_complete_cpu"),
     Uses("sglang.srt.layers.logprob_processor", "compute_spec_logprobs"),
     Uses(
@@ -240,7 +247,8 @@ def refusal(found: list[str]) -> str:
     """One readable message about all differences."""
     return (
         f"ddtree: this SGLang ({installed_version()}) is not as ddtree uses it; it was made for {SUPPORTED}. "
-        f"Differences: {'; '.join(found)}. Install sglang=={SUPPORTED}, or a ddtree for this SGLang; to start SGLang "
+        f"Differences: {'; '.join(found)}. Install sglang=={SUPPORTED}, or a ddtree for this SGLang; to start "
+        "SGLang "
         "without ddtree, set SGLANG_PLUGINS=none"
     )
 

@@ -1,9 +1,8 @@
 """One block for every request, by SGLang's drafter, on SGLang's memory.
 
-The block is exactly [anchor, MASK x (b - 1)] at the positions from the anchor on; it writes the first b slots of the
-window that the verification writes afterwards. With a draft window the drafter reads a table of its own over the
-last committed tokens.
-"""
+The block is exactly [anchor, MASK x (b - 1)] at the positions from the anchor on; it writes the first b slots of
+the window that the verification writes afterwards. With a draft window the drafter reads a table of its own over
+the last committed tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ __all__ = ["BlockDrafter"]
 
 
 class BlockDrafter:
-    """Drafts with the drafter of a worker. It keeps no state of requests: their drafter KV stands in SGLang's pool."""
+    """Drafts with the drafter of a worker. It keeps no state of requests: their drafter KV stands in SGLang's
+    pool."""
 
     def __init__(self, host: DDTreeWorker, block_size: int, mask_token_id: int) -> None:
         self._host = host

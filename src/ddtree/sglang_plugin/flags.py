@@ -1,8 +1,7 @@
 """DDTREE's options on SGLang's command line, and how they reach the scheduler's processes.
 
-SGLang knows its own fields only, so the flags travel as one frozen value beside them on `ServerArgs`, which survives
-pickling. `server_args` does for `sglang.Engine` what the command line does for the server.
-"""
+SGLang knows its own fields only, so the flags travel as one frozen value beside them on `ServerArgs`, which
+survives pickling. `server_args` does for `sglang.Engine` what the command line does for the server."""
 
 from __future__ import annotations
 
@@ -33,7 +32,10 @@ def add_options(original: Any, parser: argparse.ArgumentParser) -> None:
         "--speculative-ddtree-mode",
         choices=list(MODES),
         default="tree",
-        help="tree; chain (the drafter's best path alone); shadow-linear (verifies the tree, commits the chain); off.",
+        help=(
+            "tree; chain (the drafter's best path alone); shadow-linear (verifies the tree, commits the "
+            "chain); off."
+        ),
     )
     group.add_argument(
         "--speculative-ddtree-coupled",

@@ -1,4 +1,5 @@
-"""The target's output head over the drafter's hidden states, with its vocabulary split among tensor-parallel ranks."""
+"""The target's output head over the drafter's hidden states, with its vocabulary split among tensor-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +31,16 @@ class DraftHead:
         self.dense = torch.is_floating_point(getattr(lm_head, "weight", torch.empty(0, dtype=torch.int8)))
         if not self.dense and group.world_size > 1:
             raise UnsupportedError(
-                "the target's lm_head is quantised, and DDTREE reads such heads on one GPU only; use --tp-size 1, or "
+                "the target's lm_head is quantised, and DDTREE reads such heads on one GPU only; use --tp-size "
+                "1, or "
                 "a target with an unquantised lm_head"
             )
 
     def ranked(
         self, hidden_Mh: Tensor, count: int, adjust: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The `count` best tokens of the whole vocabulary, and their log-probabilities. [M, K] each, descending."""
+        """The `count` best tokens of the whole vocabulary, and their log-probabilities. [M, K] each,
+        descending."""
         top = shard_top(self._logits(hidden_Mh), self.shard, count, self._ops, adjust)
         parts = (top.scores_MK, top.tokens_MK, top.norm_M)
         scores_SMK, tokens_SMK, norm_SM = (self._gathered(part) for part in parts)
@@ -66,12 +69,14 @@ class DraftHead:
 
 
 def _shard(lm_head: Any, vocab_size: int, ranks: int) -> Shard:
-    """Which token ids this rank's columns stand for. A tied head may be a plain embedding without shard metadata."""
+    """Which token ids this rank's columns stand for. A tied head may be a plain embedding without shard
+    metadata."""
     indices = getattr(lm_head, "shard_indices", None)
     if indices is None:
         if ranks > 1:
             raise UnsupportedError(
-                "the target's lm_head does not say which tokens this rank holds, so drafts could name wrong tokens; "
+                "the target's lm_head does not say which tokens this rank holds, so drafts could name wrong "
+                "tokens; "
                 "use --tp-size 1"
             )
         return Shard(0, vocab_size)

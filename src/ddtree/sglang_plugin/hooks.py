@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from ddtree.sglang_plugin.algorithm import NAME, DDTreeAlgorithm
 
@@ -32,14 +33,14 @@ def dummy_verify_input(
     made = original(spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker)
     if isinstance(spec_algorithm, DDTreeAlgorithm):
         made.draft_token_num = made.num_tokens_per_req = made.num_tokens_for_logprob_per_req = num_tokens_per_req
-        if not is_draft_worker and _verifies_trees():
+        if not is_draft_worker and spec_algorithm.verifies_trees:
             made.custom_mask = custom_mask
     return made
 
 
 def verify_mask_policy(original: Any, attn_backend: Any) -> tuple[str, bool]:
-    """Whether CUDA graphs of the verification are captured with a mask. A graph that was captured without one would
-    run a tree as a chain, and say nothing."""
+    """Whether CUDA graphs of the verification are captured with a mask. A graph that was captured without one
+    would run a tree as a chain, and say nothing."""
     name, builds = original(attn_backend)
     return name, builds or _verifies_trees()
 
@@ -76,14 +77,9 @@ def add_speculative_state(original: Any, controller: Any, state: dict[str, Any])
 
 
 def _verifies_trees() -> bool:
-    """Whether this server is DDTREE's and its target runs rows wider than its drafter's blocks, or as wide."""
-    spec = get_spec()
-    return spec.speculative_algorithm == NAME and _mode_of_server() in ("tree", "shadow-linear")
-
-
-def _mode_of_server() -> str:
-    from sglang.srt.runtime_context import get_context
-
-    from ddtree.sglang_plugin.flags import flags_of
-
-    return flags_of(get_context().server_args).mode
+    """Whether this process runs DDTREE in a mode whose rows may branch."""
+    if get_spec().speculative_algorithm != NAME:
+        return False
+    algorithm = SpeculativeAlgorithm.from_string(NAME)
+    assert isinstance(algorithm, DDTreeAlgorithm)
+    return algorithm.verifies_trees

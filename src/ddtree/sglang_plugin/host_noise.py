@@ -1,9 +1,9 @@
-"""SGLang's own seeded sampling, for its deterministic mode: what is said there must be what SGLang says without DDTREE.
+"""SGLang's own seeded sampling, for its deterministic mode: what is said there must be what SGLang says without
+DDTREE.
 
-SGLang keys its noise by (seed, position of the token before, column). Without filters the column is the token id, so
-drafts can be coupled to it; with filters the column is the token's rank in the target's distribution, which a
-drafter cannot know.
-"""
+SGLang keys its noise by (seed, position of the token before, column). Without filters the column is the token id,
+so drafts can be coupled to it; with filters the column is the token's rank in the target's distribution, which a
+drafter cannot know."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def settle(server_args: Any) -> Settings:
     window = server_args.speculative_draft_window_size
     if window is not None and window < settings.block_size:
         raise ConfigError(
-            f"--speculative-draft-window-size {window} is shorter than a draft block of {settings.block_size}, which "
+            f"--speculative-draft-window-size {window} is shorter than a draft block of {settings.block_size}, "
+            "which "
             "must see itself; give at least the block size"
         )
     prefill_backend, decode_backend = attention_backends_of(server_args)
@@ -88,21 +89,25 @@ def draft_config_of(server_args: Any) -> Any:
     for attribute, family in FOREIGN.items():
         if getattr(draft, attribute):
             raise UnsupportedError(
-                f"{server_args.speculative_draft_model_path} is a {family} drafter, which proposes in a way of its "
-                "own; trees are built from plain DFlash drafters, so use --speculative-algorithm DFLASH for this one"
+                f"{server_args.speculative_draft_model_path} is a {family} drafter, which proposes in a way of "
+                "its "
+                "own; trees are built from plain DFlash drafters, so use --speculative-algorithm DFLASH for "
+                "this one"
             )
     return draft
 
 
 def _check_layers(draft: Any, target_layers: int) -> None:
-    """UnsupportedError when SGLang would not hand out a layer that the drafter reads: then every draft is nonsense.
+    """UnsupportedError when SGLang would not hand out a layer that the drafter reads: then every draft is
+    nonsense.
 
     SGLang takes a layer's output where the next layer begins, so it never sees the last one's.
     """
     ids = draft.resolve_target_layer_ids(target_num_layers=target_layers)
     if target_layers - 1 in ids:
         raise UnsupportedError(
-            f"the drafter reads the outputs of target layers {list(ids)}, and SGLang {SUPPORTED} does not capture that "
+            f"the drafter reads the outputs of target layers {list(ids)}, and SGLang {SUPPORTED} does not "
+            "capture that "
             f"of the last one, {target_layers - 1}; use a drafter whose dflash_config.target_layer_ids end earlier"
         )
 
@@ -131,6 +136,7 @@ def _draft_backend(server_args: Any, target_backend: str | None) -> str:
     if wanted in DRAFT_ATTENTION_BACKEND_CHOICES:
         return str(wanted)
     raise ConfigError(
-        f"the drafter cannot run on attention backend {wanted}; give --speculative-draft-attention-backend, one of "
+        f"the drafter cannot run on attention backend {wanted}; give --speculative-draft-attention-backend, one "
+        "of "
         f"{', '.join(DRAFT_ATTENTION_BACKEND_CHOICES)}"
     )

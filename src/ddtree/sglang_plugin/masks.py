@@ -31,7 +31,8 @@ def tree_sees(tree: DraftTree) -> Tensor:
 
 
 def full_cells(bounds_R: Tensor, rows: int) -> int:
-    """Cells that hold a FULL mask whatever the device's lengths are. bounds_R: on the host, at least the lengths."""
+    """Cells that hold a FULL mask whatever the device's lengths are. bounds_R: on the host, at least the
+    lengths."""
     return int((bounds_R.to(torch.int64) + rows).sum()) * rows
 
 
@@ -39,7 +40,7 @@ def pack_mask(sees_RNN: Tensor, prefix_R: Tensor, layout: MaskLayout, cells: int
     """The flat mask. bool [cells] for FULL (cells past the last request are True), bool [R * N * N] for ROWS."""
     if layout is MaskLayout.ROWS:
         return sees_RNN.flatten()
-    sequences, rows, _ = sees_RNN.shape
+    rows = sees_RNN.shape[1]
     device = sees_RNN.device
     each_R = rows * (prefix_R.to(torch.int64) + rows)
     start_R = each_R.cumsum(dim=0) - each_R

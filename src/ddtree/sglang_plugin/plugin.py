@@ -1,8 +1,7 @@
 """The entry point that SGLang calls, without arguments, before it reads its command line and in every process.
 
-SGLang logs an exception of a plugin and goes on without it; a server that was asked for DDTREE would then fail later,
-or run without it. So a failure here ends the process, with one message.
-"""
+SGLang logs an exception of a plugin and goes on without it; a server that was asked for DDTREE would then fail
+later, or run without it. So a failure here ends the process, with one message."""
 
 from __future__ import annotations
 

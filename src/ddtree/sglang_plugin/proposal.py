@@ -19,7 +19,8 @@ __all__ = ["Shard", "ShardTop", "merge_shards", "shard_top"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's slice of the vocabulary: logits of `size` tokens, the first of which has the global id `first`."""
+    """One rank's slice of the vocabulary: logits of `size` tokens, the first of which has the global id
+    `first`."""
 
     first: int
     size: int

@@ -3,8 +3,8 @@
 SGLang filters in its own order, top-k and top-p jointly over the distribution after temperature, then min-p, and
 DDTREE must not change what SGLang says, so the same filters stand here. A token is argmax(log p + g), g keyed by
 (seed, absolute position of the token being drawn, token id): which rows were verified, and how many, cannot change
-what is said. Sampling looks at the rows of the realised path alone, one a depth, because no other row is ever read.
-"""
+what is said. Sampling looks at the rows of the realised path alone, one a depth, because no other row is ever
+read."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def keyed_draw(view: SamplingView, seeds_R: Tensor) -> Draw:
 
 
 def coupled(scores_RV: Tensor, noise_RV: Tensor | None, view: SamplingView, scale: float) -> Tensor:
-    """The score that trees are built from: log q after temperature, and where a request samples with the noise that
-    the target will be judged with, over the scale. Rows of greedy requests stay as they are."""
+    """The score that trees are built from: log q after temperature, and where a request samples with the noise
+    that the target will be judged with, over the scale. Rows of greedy requests stay as they are."""
     heated_RV = scores_RV / view.temperature_R1
     if noise_RV is None:
         return heated_RV

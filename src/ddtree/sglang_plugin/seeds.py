@@ -1,8 +1,7 @@
 """The seed of every running request, on the device, addressed by its row in SGLang's request pool.
 
-Requests are admitted when they are prefilled; the rounds after that only gather. A request without a seed of its own
-gets 64 bits from its id and the server's random seed, which are the same on every rank.
-"""
+Requests are admitted when they are prefilled; the rounds after that only gather. A request without a seed of its
+own gets 64 bits from its id and the server's random seed, which are the same on every rank."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ def resolve(flags: Flags, *, block_size: int, num_draft_tokens: int | None, hybr
         )
     elif hybrid and branches:
         notices.append(
-            f"the target has recurrent layers, which see a tree as a chain: mode chain runs instead of {flags.mode}"
+            "the target has recurrent layers, which see a tree as a chain: mode chain runs instead of "
+            f"{flags.mode}"
         )
         mode = "chain"
     budget = flags.budget

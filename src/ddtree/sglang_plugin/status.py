@@ -1,4 +1,5 @@
-"""What DDTREE tells the operator: what it runs and why, and how much is accepted. Reads nothing from the device."""
+"""What DDTREE tells the operator: what it runs and why, and how much is accepted. Reads nothing from the
+device."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Status:
         self._fruitless = 0
 
     def observe(self, accepted_drafts: Sequence[int]) -> str | None:
-        """Count one round of each request. Returns a warning when nothing has been accepted for suspiciously long."""
+        """Count one round of each request. Returns a warning when nothing has been accepted for suspiciously
+        long."""
         self._accepted.update(accepted_drafts)
         if not self._settings.plan.capabilities.drafts_blocks:
             return None
@@ -30,13 +32,16 @@ class Status:
         self._fruitless = 0 if any(accepted_drafts) else before + len(accepted_drafts)
         if before < ALARM_ROUNDS <= self._fruitless:
             return (
-                f"no draft was accepted in {self._fruitless} rounds: the drafter does not fit the target, its context "
-                "features are wrong, or the prompts differ from what it was trained on; see the troubleshooting guide"
+                f"no draft was accepted in {self._fruitless} rounds: the drafter does not fit the target, its "
+                "context "
+                "features are wrong, or the prompts differ from what it was trained on; see the troubleshooting "
+                "guide"
             )
         return None
 
     def describe(self) -> dict[str, Any]:
-        """For `/server_info`. acceptance_length: tokens committed a round, bonus included; None before the first."""
+        """For `/server_info`. acceptance_length: tokens committed a round, bonus included; None before the
+        first."""
         rounds = sum(self._accepted.values())
         plan = self._settings.plan
         return {

@@ -25,7 +25,8 @@ __all__ = ["Drafted", "child_links", "plain_rows", "plant"]
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """The trees of a round. core_RN: nodes that the budget paid for; spine_RN: nodes of the drafter's own chain."""
+    """The trees of a round. core_RN: nodes that the budget paid for; spine_RN: nodes of the drafter's own
+    chain."""
 
     tree: DraftTree
     core_RN: Tensor

@@ -1,4 +1,5 @@
-"""All rows of all trees in one pass of the target, each row seeing its request's committed tokens and its ancestors."""
+"""All rows of all trees in one pass of the target, each row seeing its request's committed tokens and its
+ancestors."""
 
 from __future__ import annotations
 

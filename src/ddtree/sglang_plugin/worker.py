@@ -1,10 +1,9 @@
 """DDTREE's worker: one round for a batch of requests, on SGLang's models, memory and scheduler.
 
 Prefill is DFLASH's own. A round drafts one block for each request, builds their trees together on the device,
-verifies all rows in one pass, walks, moves the accepted keys and values to canonical slots and gives the drafter the
-accepted features. No step reads anything back from the device: lengths, trees and choices stay there, and the host
-sees committed tokens when the scheduler does.
-"""
+verifies all rows in one pass, walks, moves the accepted keys and values to canonical slots and gives the drafter
+the accepted features. No step reads anything back from the device: lengths, trees and choices stay there, and the
+host sees committed tokens when the scheduler does."""
 
 from __future__ import annotations
 
@@ -58,6 +57,7 @@ class DDTreeWorker(DFlashWorkerV2):
         with spec.override(speculative_num_draft_tokens=self.settings.block_size):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.speculative_num_draft_tokens = self.settings.width
+        self.model_runner.spec_algorithm.settings = self.settings
         self.status = Status(self.settings)
         self._features = self._feature_width()
         self._drafter = BlockDrafter(self, self.settings.block_size, int(self._mask_token_id))
@@ -189,7 +189,8 @@ class DDTreeWorker(DFlashWorkerV2):
     def _choices(
         self, batch: Any, drafted: Drafted, verified: Verified, turn: Any, grammar: Any, grammar_barrier: Any
     ) -> Tensor:
-        """The target's token after each row, with bias, custom processors and grammar on the rows they belong to."""
+        """The target's token after each row, with bias, custom processors and grammar on the rows they belong
+        to."""
         output = verified.output
         processor = self._target_logits_processor
         if processor is not None and processor.is_deferred_shard(output.next_token_logits):
@@ -250,7 +251,8 @@ class DDTreeWorker(DFlashWorkerV2):
         )
 
     def _feature_width(self) -> int:
-        """Width of the captured features. UnsupportedError when the target captures none of the drafter's layers."""
+        """Width of the captured features. UnsupportedError when the target captures none of the drafter's
+        layers."""
         layers = self.model_runner.spec_aux_config.dflash_target_layer_ids
         if not layers:
             raise UnsupportedError(

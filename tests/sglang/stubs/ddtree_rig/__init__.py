@@ -2,7 +2,8 @@
 future, and faults on purpose.
 
 DDTREE_RIG names a folder. `oracle.json` in it tells what the drafter proposes; `fault` names a fault that the next
-rounds have. Both are read in every round, so that one engine serves many tests.
+rounds have; `record.jsonl`, where there is one, gets what the real drafter's head said. All are looked at in every
+round, so that one engine serves many tests.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     register_attention_backend(BACKEND)(_cpu_backend)
+    # Deterministic mode wants GPU kernels whose rows do not depend on the batch; the rig's attention is such.
+    from sglang.srt import batch_invariant_ops
+
+    batch_invariant_ops.enable_batch_invariant_mode = lambda *args, **kwargs: None
     from ddtree.sglang_plugin import algorithm, backends
     from ddtree.sglang_plugin.masks import MaskLayout
 
@@ -63,17 +68,18 @@ def _cpu_backend(runner: Any) -> Any:
 
 
 def _keep_dtype() -> None:
-    """SGLang casts a drafter's embeddings to bfloat16, which a float32 drafter on a CPU cannot multiply."""
-    from sglang.srt.models.dflash import DFlashDraftModel
+    """SGLang casts a drafter's embeddings to bfloat16, which a float32 drafter cannot multiply."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
-    original = DFlashDraftModel.forward
+    original = ModelRunner._extend_forward_kwargs
 
-    def forward(self: Any, input_ids: Any, positions: Any, forward_batch: Any, input_embeds: Any = None, **rest: Any):
-        if input_embeds is not None:
-            input_embeds = input_embeds.to(self.norm.weight.dtype)
-        return original(self, input_ids, positions, forward_batch, input_embeds=input_embeds, **rest)
+    def uncast(self: Any, forward_batch: Any, pp_proxy_tensors: Any) -> dict[str, Any]:
+        keywords = original(self, forward_batch, pp_proxy_tensors)
+        if "input_embeds" in keywords:
+            keywords["input_embeds"] = forward_batch.input_embeds
+        return keywords
 
-    DFlashDraftModel.forward = forward
+    ModelRunner._extend_forward_kwargs = uncast
 
 
 def _spoil(folder: Path) -> None:
@@ -106,6 +112,11 @@ def _foresee(folder: Path) -> None:
 
     def foreseen(self: Any, batch: Any, anchors_R: Any, window: Any) -> Any:
         drafted = hidden(self, batch, anchors_R, window)  # the real drafter runs all the same
+        if (folder / "record.jsonl").exists():
+            said = logits(self._host._chooser._head, drafted.flatten(0, 1)).view(*drafted.shape[:2], -1)
+            entry = {"prefix": window.prefix_R.tolist(), "anchor": anchors_R.tolist(), "logits": said.tolist()}
+            with (folder / "record.jsonl").open("a") as record:
+                record.write(json.dumps(entry) + "\n")
         known = json.loads((folder / "oracle.json").read_text())
         if not known:
             return drafted

@@ -1,8 +1,7 @@
 """Plain torch in place of SGLang's compiled CPU operators, which the package index does not have. For tests alone.
 
-Only what the tests reach is here; any other name raises when it is called. `convert_weight_packed` must stay absent:
-on machines with AMX its presence would switch SGLang to other paths.
-"""
+Only what the tests reach is here; any other name raises when it is called. `convert_weight_packed` must stay
+absent: on machines with AMX its presence would switch SGLang to other paths."""
 
 import ctypes
 from typing import Any
