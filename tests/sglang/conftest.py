@@ -10,4 +10,5 @@ if importlib.util.find_spec("sglang") is None:
 else:
     # SGLang reads these when it is imported, here and in the processes that it starts.
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ.setdefault("DDTREE_RIG", "nowhere")  # each engine gets a folder of its own
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing to gain on toys, and compiling takes minutes

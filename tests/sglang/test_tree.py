@@ -53,7 +53,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     target = models.write_target(folder / "target", "qwen3")
     drafter = models.write_drafter(folder / "drafter", BLOCK)
     models.write_oracle(folder / "rig", {})
-    with serving(folder / "rig", target, drafter, Flags(budget=BUDGET), max_running_requests=16) as engine:
+    fields = {"max_running_requests": 16, "grammar_backend": "xgrammar"}
+    with serving(folder / "rig", target, drafter, Flags(budget=BUDGET), **fields) as engine:
         yield Bench(engine, target, drafter, folder / "rig")
 
 
@@ -146,8 +147,20 @@ def test_logit_bias_holds_at_every_node(bench: Bench) -> None:
     assert answer["meta_info"]["spec_accept_length"] > 2
 
 
+def test_grammars_hold_along_every_path(bench: Bench) -> None:
+    allowed, expected = [10, 20, 30, 40, 50, 60], []
+    for _ in range(10):
+        logits = models.next_logits(bench.target, [*PROMPTS[1], *expected])
+        expected.append(max(allowed, key=lambda token: float(logits[token])))
+    models.write_oracle(bench.rig, {tuple(PROMPTS[1]): models.foresight([*expected, *[models.EOS] * BLOCK])})
+    words = "|".join(f"w{token}" for token in allowed)
+    (answer,) = said(bench.engine, [PROMPTS[1]], 12, ignore_eos=False, regex=f"({words}){{10}}")
+    assert answer["output_ids"] == [*expected, models.EOS]
+    assert answer["meta_info"]["spec_accept_length"] > 3.5
+
+
 def test_penalties_are_refused_by_name_and_the_server_goes_on(bench: Bench) -> None:
-    with pytest.raises(ValueError, match="DDTREE does not support frequency_penalty: .* leave it out"):
+    with pytest.raises(ValueError, match=r"DDTREE does not support frequency_penalty: .* leave it out"):
         said(bench.engine, [PROMPTS[0]], 4, frequency_penalty=0.5)
     (truth,) = bench.foresee(PROMPTS[0])
     assert bench.tokens(PROMPTS[0]) == [truth]

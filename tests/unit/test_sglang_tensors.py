@@ -180,8 +180,10 @@ def test_draws_are_a_function_of_seed_and_position_alone() -> None:
     vocabulary, table = 12, torch.randn(12, 12, generator=torch.Generator().manual_seed(5))
     settings = view([1.0] * 2, [1 << 30] * 2, [1.0] * 2, [0.0] * 2, filters=False)
     seeds, prefix = torch.tensor([3, 4]), torch.tensor([6, 9])
-    log_probs, tokens = torch.rand(2, 3, vocabulary).log_softmax(-1).topk(6, dim=-1)
-    tree = plant(torch.tensor([1, 2]), tokens, log_probs, fixed_plan("tree", 4, 40), 41).tree
+    log_probs, tokens = (
+        torch.rand(2, 3, vocabulary, generator=torch.Generator().manual_seed(8)).log_softmax(-1).topk(9, dim=-1)
+    )
+    tree = plant(torch.tensor([1, 2]), tokens, log_probs, fixed_plan("tree", 4, 120), 121).tree
     logits_RNV = table[tree.tokens_RN]  # a target whose next token depends on the last one alone
     draw = keyed_draw(settings, seeds)
     accepted = accept(tree, walk_choices(tree, logits_RNV, prefix, draw))

@@ -22,7 +22,7 @@ from ddtree.sglang_plugin.contract import SUPPORTED
 from ddtree.sglang_plugin.flags import flags_of
 from ddtree.sglang_plugin.settings import Settings, resolve
 
-__all__ = ["draft_config_of", "settle"]
+__all__ = ["draft_config_of", "draft_hf_config", "settle"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,7 @@ def settle(server_args: Any) -> Settings:
 
 def draft_config_of(server_args: Any) -> Any:
     """The drafter's configuration as SGLang reads it. UnsupportedError names families other than plain DFlash."""
-    hf_config = get_config(
-        server_args.speculative_draft_model_path,
-        trust_remote_code=server_args.trust_remote_code,
-        revision=server_args.speculative_draft_model_revision,
-        model_override_args=json.loads(server_args.json_model_override_args),
-    )
-    draft = parse_dflash_draft_config(draft_hf_config=hf_config)
+    draft = parse_dflash_draft_config(draft_hf_config=draft_hf_config(server_args))
     for attribute, family in FOREIGN.items():
         if getattr(draft, attribute):
             raise UnsupportedError(
@@ -95,6 +89,16 @@ def draft_config_of(server_args: Any) -> Any:
                 "this one"
             )
     return draft
+
+
+def draft_hf_config(server_args: Any) -> Any:
+    """The drafter's configuration as Hugging Face reads it, read as SGLang reads it."""
+    return get_config(
+        server_args.speculative_draft_model_path,
+        trust_remote_code=server_args.trust_remote_code,
+        revision=server_args.speculative_draft_model_revision,
+        model_override_args=json.loads(server_args.json_model_override_args),
+    )
 
 
 def _check_layers(draft: Any, target_layers: int) -> None:
