@@ -66,6 +66,7 @@ HOST = (
     Uses(_SPEC + "spec_registry", "CustomSpecAlgo"),
     Uses(_SPEC + "spec_utils", "spec_need_hidden_states", ()),
     Uses(_SPEC + "spec_utils", "draft_tp_context", ("layout",)),
+    Uses(_SPEC + "spec_utils", "spec_stage_span", ("name",)),
     Uses(_SPEC + "spec_utils", "GrammarTree.from_device"),
     Uses(_SPEC + "spec_utils", "build_grammar_vocab_mask", ("reqs", "tree", "sampling_info", "device", "barrier")),
     Uses(_SPEC + "dflash_utils", "parse_dflash_draft_config", ("draft_hf_config",)),

@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2, _resolve_dflash_embedding_module
+from sglang.srt.speculative.spec_utils import spec_stage_span
 from torch import Tensor
 
 from ddtree.errors import UnsupportedError
@@ -155,25 +156,28 @@ class DDTreeWorker(DFlashWorkerV2):
         drafted = self._draft(batch, anchors_R, window, turn)
         grammar = self._chooser.grammar_tree(batch, drafted.tree)
         before_R = window.prefix_R.clone() if self._need_mamba_verify_commit else None
-        verified = self._verifier.verify(batch, drafted.tree, window)
-        choices_RN = self._choices(batch, drafted, verified, turn, grammar, grammar_barrier)
-        accepted = self._walk(drafted, choices_RN)
+        with spec_stage_span("ddtree.verify"):
+            verified = self._verifier.verify(batch, drafted.tree, window)
+        with spec_stage_span("ddtree.choose"):
+            choices_RN = self._choices(batch, drafted, verified, turn, grammar, grammar_barrier)
+            accepted = self._walk(drafted, choices_RN)
         if batch.return_logprob:
             rows_RP = flat_rows(accepted.path_RP, drafted.tree.rows)
             compute_spec_logprobs(batch, verified.output, choices_RN.flatten(), accept_index=rows_RP)
-        if self.settings.plan.capabilities.verifies_trees:
-            compact(self.target_worker.get_memory_pool()[1], window.slots_RN, accepted)
-        new_lengths_R = window.prefix_R + accepted.lengths_R.to(window.prefix_R.dtype)
-        if before_R is not None:
-            self._update_target_mamba_state_after_verify(
-                batch=batch,
-                seq_lens_pre_verify=before_R,
-                seq_lens_post_verify=new_lengths_R,
-                commit_lens=self._last_row(accepted) + 1,
-            )
-        if on_publish is not None:
-            on_publish(new_lengths_R)
-        self._absorb(verified, accepted, window)
+        with spec_stage_span("ddtree.commit"):
+            if self.settings.plan.capabilities.verifies_trees:
+                compact(self.target_worker.get_memory_pool()[1], window.slots_RN, accepted)
+            new_lengths_R = window.prefix_R + accepted.lengths_R.to(window.prefix_R.dtype)
+            if before_R is not None:
+                self._update_target_mamba_state_after_verify(
+                    batch=batch,
+                    seq_lens_pre_verify=before_R,
+                    seq_lens_post_verify=new_lengths_R,
+                    commit_lens=self._last_row(accepted) + 1,
+                )
+            if on_publish is not None:
+                on_publish(new_lengths_R)
+            self._absorb(verified, accepted, window)
         verified.output.hidden_states = None
         return self._result(drafted, accepted, verified, new_lengths_R)
 
@@ -181,10 +185,13 @@ class DDTreeWorker(DFlashWorkerV2):
         plan = self.settings.plan
         if not plan.capabilities.drafts_blocks:
             return plain_rows(anchors_R)
-        hidden_RDh = self._drafter.hidden(batch, anchors_R, window)
-        count = plan.budget if plan.capabilities.verifies_trees else 1
-        tokens_RDK, log_probs_RDK = self._chooser.candidates(hidden_RDh, count, turn)
-        return plant(anchors_R, tokens_RDK, log_probs_RDK, plan, self.settings.width)
+        with spec_stage_span("ddtree.draft"):
+            hidden_RDh = self._drafter.hidden(batch, anchors_R, window)
+        with spec_stage_span("ddtree.candidates"):
+            count = plan.budget if plan.capabilities.verifies_trees else 1
+            tokens_RDK, log_probs_RDK = self._chooser.candidates(hidden_RDh, count, turn)
+        with spec_stage_span("ddtree.tree"):
+            return plant(anchors_R, tokens_RDK, log_probs_RDK, plan, self.settings.width)
 
     def _choices(
         self, batch: Any, drafted: Drafted, verified: Verified, turn: Any, grammar: Any, grammar_barrier: Any
