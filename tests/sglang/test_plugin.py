@@ -22,6 +22,7 @@ from ddtree.sglang_plugin import contract, plugin
 from ddtree.sglang_plugin.flags import flags_of, from_arguments
 from ddtree.sglang_plugin.settings import Flags, resolve
 from tests.sglang import models
+from tests.unit import test_exports as exports
 
 load_plugins()
 
@@ -44,6 +45,15 @@ def capabilities() -> list[str]:
         if list(inspect.signature(value).parameters) == ["self"] and name != "get_platform_worker_cls":
             found.append(name)
     return found
+
+
+OWN = [name for name in exports.MODULES if name.startswith("ddtree.sglang_plugin")]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_modules_offer_what_is_there_and_take_what_is_offered(name: str) -> None:
+    exports.test_what_is_offered_is_there(name)
+    exports.test_only_what_is_offered_is_taken(name)
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +273,24 @@ def test_other_drafter_families_are_refused_by_name(toys: dict[str, Path], tmp_p
         DDTREE.handle_server_args(Launch(toys, Flags(), drafter=other))
 
 
+def test_trees_on_sliding_windows_are_refused_and_chains_are_not(
+    toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree.sglang_plugin import launch as settling
+
+    original = settling.model_config_of
+
+    def windowed(server_args: Any) -> Any:
+        config = original(server_args)
+        return SimpleNamespace(hf_text_config=config.hf_text_config, is_hybrid_swa=True)
+
+    monkeypatch.setattr(settling, "model_config_of", windowed)
+    monkeypatch.setattr(settling, "mambaish_config", lambda config: None)
+    with pytest.raises(UnsupportedError, match=r"sliding-window layers.*use --speculative-ddtree-mode chain"):
+        settling.settle(Launch(toys, Flags()))
+    assert settling.settle(Launch(toys, Flags(mode="chain"))).mode == "chain"
+
+
 def test_recurrent_targets_run_the_chain(toys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from ddtree.sglang_plugin import launch as settling
 
@@ -345,7 +373,7 @@ def test_rounds_hand_no_hidden_states_on() -> None:
 
 def request(**changes: Any) -> Any:
     params = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
-    own = {"return_hidden_states": False, "return_sampling_mask": False}
+    own = {"return_hidden_states": False, "return_sampling_mask": False, "custom_logit_processor": None}
     own |= {k: v for k, v in changes.items() if k in own}
     params |= {k: v for k, v in changes.items() if k in params}
     return SimpleNamespace(sampling_params=SimpleNamespace(**params), **own)
@@ -359,6 +387,7 @@ def request(**changes: Any) -> Any:
         {"frequency_penalty": 0.5},
         {"presence_penalty": 0.5},
         {"min_new_tokens": 4},
+        {"custom_logit_processor": "a processor"},
         {"return_hidden_states": True},
         {"return_sampling_mask": True},
     ],
@@ -394,6 +423,41 @@ def test_server_info_names_mode_budget_and_notices() -> None:
     state.clear()
     controller._add_speculative(state)
     assert "ddtree" not in state
+
+
+# ---- rounds
+
+
+def test_positions_and_masks_follow_the_device_where_the_host_is_ahead() -> None:
+    """Under overlap the host may know its reservation alone, which is ahead of what is committed."""
+    from ddtree.sglang_plugin.window import open_window
+
+    table = torch.arange(4 * 40, dtype=torch.int32).view(4, 40)
+    rows, lengths, ahead = torch.tensor([2, 1]), torch.tensor([7, 11]), torch.tensor([30, 38], dtype=torch.int32)
+    overlapped = SimpleNamespace(seq_lens=lengths, seq_lens_cpu=None, req_pool_indices=rows)
+    window = open_window(overlapped, SimpleNamespace(nxt_kv_lens_cpu=ahead), table, 5)
+    assert torch.equal(window.prefix_R, lengths)
+    assert not window.exact
+    assert window.slots_RN.tolist() == [list(range(80 + 7, 80 + 12)), list(range(40 + 11, 40 + 16))]
+    known = SimpleNamespace(seq_lens=lengths, seq_lens_cpu=lengths.clone(), req_pool_indices=rows)
+    exact = open_window(known, SimpleNamespace(nxt_kv_lens_cpu=ahead), table, 5)
+    assert exact.exact
+    assert torch.equal(exact.slots_RN, window.slots_RN)
+
+
+def test_a_pass_without_features_stops_instead_of_drafting_from_stale_ones() -> None:
+    from ddtree.sglang_plugin.trees import plain_rows
+    from ddtree.sglang_plugin.verify import Verifier
+
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=64))
+    verifier = Verifier(SimpleNamespace(model_runner=runner), None, 12)  # type: ignore[arg-type]
+    tree = plain_rows(torch.tensor([3, 4])).tree
+    assert verifier._check(torch.zeros(2, 12), tree).shape == (2, 1, 12)
+    padded = torch.zeros(5, 12)  # a graph's rows: those past the batch belong to nobody
+    assert verifier._check(padded, tree).shape == (2, 1, 12)
+    for hidden, found in ((None, 0), (torch.zeros(2, 6), 6)):
+        with pytest.raises(UnsupportedError, match=f"features of width {found} instead of 12"):
+            verifier._check(hidden, tree)
 
 
 # ---- tensor parallelism

@@ -166,22 +166,35 @@ def test_penalties_are_refused_by_name_and_the_server_goes_on(bench: Bench) -> N
     assert bench.tokens(PROMPTS[0]) == [truth]
 
 
-def test_the_drafter_sees_what_the_reference_drafter_sees(bench: Bench) -> None:
-    """Its logits in every round equal those of the project's own drafter over Hugging Face's hidden states.
-
-    That fails when features come from another layer or another row, when the block is not [anchor, MASK, ...],
-    when positions are off, or when the drafter's keys and values of a branch are not the accepted ones."""
-    bench.forget()
-    (truth,) = bench.foresee(PROMPTS[1])
+def recorded(bench: Bench, *prompts: Sequence[int]) -> list[dict[str, Any]]:
+    """Answer some prompts in one batch, and return what the real drafter said in each round."""
+    truths = bench.foresee(*prompts)
     record = bench.rig / "record.jsonl"
     record.touch()
     try:
-        assert bench.tokens(PROMPTS[1]) == [truth]
-        rounds = [json.loads(line) for line in record.read_text().splitlines()]
+        assert bench.tokens(*prompts) == truths
+        return [json.loads(line) for line in record.read_text().splitlines()]
     finally:
         record.unlink()
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_the_drafter_sees_what_the_reference_drafter_sees(bench: Bench, reused: bool) -> None:
+    """Its logits in every round equal those of the project's own drafter over Hugging Face's hidden states.
+
+    That fails when features come from another layer or another row, when the block is not [anchor, MASK, ...],
+    when positions are off, or when the drafter's keys and values are not those of the accepted tokens, in this
+    request or in the one whose prefix is reused.
+    """
+    bench.forget()
+    prompt = PROMPTS[1]
+    if reused:
+        (first,) = bench.foresee(prompt)
+        assert bench.tokens(prompt) == [first]
+        prompt = [*prompt, *first[:18], 40]
+    rounds = recorded(bench, prompt)
     assert len(rounds) >= 4
-    text = [*PROMPTS[1], *truth]
+    text = [*prompt, *models.greedy(bench.target, prompt, COUNT)]
     with torch.no_grad():
         states = models.reference(bench.target)(torch.tensor([text]), output_hidden_states=True).hidden_states
     features = torch.cat([states[1], states[3]], dim=-1)  # the outputs of layers 0 and 2
@@ -189,12 +202,31 @@ def test_the_drafter_sees_what_the_reference_drafter_sees(bench: Bench) -> None:
     for entry in rounds:
         (length,), (anchor,) = entry["prefix"], entry["anchor"]
         assert text[length] == anchor
-        cache = loaded.model.new_cache(1, length + BLOCK)
-        drafter = DFlashDrafter(loaded, cache, models.VOCABULARY)
-        nothing = Lengths(torch.tensor([0]), (0,))
-        drafter.absorb(features[:, :length], nothing, torch.tensor([length]))
+        drafter = DFlashDrafter(loaded, loaded.model.new_cache(1, length + BLOCK), models.VOCABULARY)
+        drafter.absorb(features[:, :length], Lengths(torch.tensor([0]), (0,)), torch.tensor([length]))
         ours = drafter.propose(torch.tensor([anchor]), Lengths(torch.tensor([length]), (length,)), BLOCK)
-        torch.testing.assert_close(torch.tensor(entry["logits"]), ours, atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(torch.tensor(entry["logits"]), ours.logits_RDV, atol=2e-4, rtol=1e-3)
+
+
+def test_one_drafter_pass_a_round_for_the_whole_batch(bench: Bench) -> None:
+    rounds = recorded(bench, *PROMPTS)
+    assert max(len(entry["prefix"]) for entry in rounds) == len(PROMPTS)
+    assert len(rounds) < sum(len(entry["prefix"]) for entry in rounds) / 2
+
+
+def test_requests_that_share_a_prefix_leave_it_as_it_was(bench: Bench) -> None:
+    """Rounds write behind a prefix that others read: what is shared must not change."""
+    bench.forget()
+    (first,) = bench.foresee(PROMPTS[1])
+    assert bench.tokens(PROMPTS[1]) == [first]
+    shared = [*PROMPTS[1], *first[:10]]
+    both = [[*shared, 50], [*shared, 60, 61]]
+    truths = bench.foresee(*both, shared)
+    assert bench.tokens(*both, shared) == truths
+    (truth,) = bench.foresee(shared)
+    (again,) = said(bench.engine, [shared], COUNT)
+    assert again["meta_info"]["cached_tokens"] > len(PROMPTS[1])
+    assert again["output_ids"] == truth
 
 
 def test_sampled_answers_follow_the_targets_distribution(bench: Bench) -> None:

@@ -82,7 +82,7 @@ class Chooser:
     def adjust(
         self, batch: Any, logits_MV: Tensor, tree: DraftTree, grammar: GrammarTree | None, barrier: Any
     ) -> None:
-        """Logit bias, custom processors and grammar, in place, each node's along its own path."""
+        """Logit bias, which is every row's alike, and grammar along each row's own path, in place."""
         mask = None
         if grammar is not None:
             mask = build_grammar_vocab_mask(

@@ -21,7 +21,7 @@ from ddtree.sglang_plugin import contract
 from ddtree.sglang_plugin.memory import Demand, Plan, plan_memory
 from ddtree.sglang_plugin.settings import Settings
 
-__all__ = ["Diagnosis", "Finding", "examine"]
+__all__ = ["Diagnosis", "Finding", "examine", "table"]
 
 GROUP = "sglang.srt.plugins"
 HALF = 2  # bytes of a number in the KV pool, unless its dtype is given

@@ -56,6 +56,7 @@ def validate_request(original: Any, req: Any, enable_overlap: bool) -> str | Non
         (params.frequency_penalty != 0.0, "frequency_penalty"),
         (params.presence_penalty != 0.0, "presence_penalty"),
         (params.min_new_tokens > 0, "min_new_tokens"),
+        (req.custom_logit_processor is not None, "custom_logit_processor"),
         (req.return_hidden_states, "return_hidden_states"),
         (req.return_sampling_mask, "return_sampling_mask"),
     )
@@ -63,8 +64,9 @@ def validate_request(original: Any, req: Any, enable_overlap: bool) -> str | Non
     if not named:
         return None
     return (
-        f"DDTREE does not support {', '.join(named)}: SGLang does not count tokens inside a round of speculative "
-        "decoding; leave it out, or ask a server that decodes plainly"
+        f"DDTREE does not support {', '.join(named)}: SGLang evaluates that for committed text alone, not along "
+        "the "
+        "paths of a round; leave it out, or ask a server that decodes plainly"
     )
 
 

@@ -22,7 +22,7 @@ from ddtree.sglang_plugin.contract import SUPPORTED
 from ddtree.sglang_plugin.flags import flags_of
 from ddtree.sglang_plugin.settings import Settings, resolve
 
-__all__ = ["draft_config_of", "draft_hf_config", "settle"]
+__all__ = ["draft_config_of", "draft_hf_config", "refuse_windows", "settle"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def settle(server_args: Any) -> Settings:
     target_backend = decode_backend if server_args.speculative_attention_mode == "decode" else prefill_backend
     if settings.plan.capabilities.verifies_trees:
         require_tree_backend(target_backend)
+        refuse_windows(bool(target.is_hybrid_swa))
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
     server_args.speculative_dflash_block_size = settings.block_size
@@ -99,6 +100,17 @@ def draft_hf_config(server_args: Any) -> Any:
         revision=server_args.speculative_draft_model_revision,
         model_override_args=json.loads(server_args.json_model_override_args),
     )
+
+
+def refuse_windows(windowed: bool) -> None:
+    """UnsupportedError for trees on targets with sliding windows. SGLang's kernels measure a window in rows, and
+    in a tree a row's number is not its depth: rows behind siblings would see a shorter window, and say something
+    else."""
+    if windowed:
+        raise UnsupportedError(
+            "the target has sliding-window layers, whose windows SGLang measures in rows, so the rows of a tree "
+            "would see too little; use --speculative-ddtree-mode chain"
+        )
 
 
 def _check_layers(draft: Any, target_layers: int) -> None:

@@ -19,7 +19,7 @@ from ddtree.tree import DraftTree, positions
 if TYPE_CHECKING:
     from ddtree.sglang_plugin.worker import DDTreeWorker
 
-__all__ = ["Verified", "Verifier"]
+__all__ = ["Verified", "Verifier", "flat_rows", "gather_rows"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from ddtree.sglang_plugin.commit import compact
 from ddtree.sglang_plugin.draft import BlockDrafter
 from ddtree.sglang_plugin.flags import flags_of
 from ddtree.sglang_plugin.head import DraftHead
+from ddtree.sglang_plugin.launch import refuse_windows
 from ddtree.sglang_plugin.seeds import SeedTable, request_seed
 from ddtree.sglang_plugin.settings import resolve
 from ddtree.sglang_plugin.status import Status
@@ -99,6 +100,7 @@ class DDTreeWorker(DFlashWorkerV2):
             decodes = get_spec().speculative_attention_mode == "decode"
             name = runner.decode_attention_backend_str if decodes else runner.prefill_attention_backend_str
             require_tree_backend(name)
+            refuse_windows(bool(runner.sliding_window_size))
             layout = mask_layout(name)
         needs = self.settings.plan.capabilities.needs_target_features
         self._verifier = Verifier(self, layout, self._features if needs else 0)
