@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from ddtree.errors import UnsupportedError
+from ddtree.sglang_plugin.host import HOOKED
 from ddtree.sglang_plugin.launch import settle
 from ddtree.sglang_plugin.settings import Settings
 
-__all__ = ["NAME", "DDTreeAlgorithm", "worker_class"]
+__all__ = ["NAME", "DDTreeAlgorithm", "require_hooks", "worker_class"]
 
 NAME = "DDTREE"
 DFLASH = SpeculativeAlgorithm.DFLASH
@@ -73,6 +76,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return SpeculativeAlgorithm.create_future_map(self, *arguments, **keywords)
 
     def handle_server_args(self, server_args: Any) -> None:
+        require_hooks()
         settle(server_args)
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
@@ -80,10 +84,22 @@ class DDTreeAlgorithm(CustomSpecAlgo):
         return int(get_spec().speculative_dflash_block_size) if is_draft_worker else num_draft_tokens
 
 
+def require_hooks() -> None:
+    """UnsupportedError when a hook is not in place: SGLang only logs that, and would go on without it."""
+    missing = [target for target in HOOKED if target not in HookRegistry._patched]
+    if missing:
+        raise UnsupportedError(
+            f"SGLang did not apply ddtree's hooks to {', '.join(missing)}; its log says why. DDTREE would be "
+            "wrong "
+            "without them"
+        )
+
+
 def worker_class(server_args: Any) -> type:
     """What SGLang asks for once, in each scheduler process. The worker's imports are heavy, so they wait for
     it."""
     del server_args
+    require_hooks()
     from ddtree.sglang_plugin.worker import DDTreeWorker
 
     return DDTreeWorker

@@ -18,6 +18,7 @@ from typing import Any
 
 from ddtree.errors import ConfigError, DDTreeError
 from ddtree.sglang_plugin import contract
+from ddtree.sglang_plugin.host import SUPPORTED
 from ddtree.sglang_plugin.memory import Demand, Plan, plan_memory
 from ddtree.sglang_plugin.settings import Settings
 
@@ -107,14 +108,14 @@ def examine(launch: str | None, plugins_variable: str | None, gpu_bytes: int | N
 def _stack(plugins_variable: str | None) -> Iterator[Finding]:
     found = contract.installed_version()
     if found is None:
-        yield Finding("SGLang", "wrong", f"not installed here; pip install sglang=={contract.SUPPORTED}")
+        yield Finding("SGLang", "wrong", f"not installed here; pip install sglang=={SUPPORTED}")
         return
     differences = contract.differences()
     if differences:
         yield Finding("SGLang", "wrong", contract.refusal(differences))
         return
-    state = "ok" if found == contract.SUPPORTED else "warning"
-    yield Finding("SGLang", state, f"{found}; ddtree is tested with {contract.SUPPORTED}")
+    state = "ok" if found == SUPPORTED else "warning"
+    yield Finding("SGLang", state, f"{found}; ddtree is tested with {SUPPORTED}")
     names = [entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("ddtree.")]
     if not names:
         yield Finding("plugin", "wrong", "not registered as an entry point; install ddtree again with pip")

@@ -18,8 +18,8 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 
 from ddtree.errors import ConfigError, UnsupportedError
 from ddtree.sglang_plugin.backends import require_tree_backend
-from ddtree.sglang_plugin.contract import SUPPORTED
 from ddtree.sglang_plugin.flags import flags_of
+from ddtree.sglang_plugin.host import SUPPORTED
 from ddtree.sglang_plugin.settings import Settings, resolve
 
 __all__ = ["draft_config_of", "draft_hf_config", "refuse_windows", "settle"]

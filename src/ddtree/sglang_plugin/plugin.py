@@ -6,15 +6,11 @@ later, or run without it. So a failure here ends the process, with one message."
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
 from ddtree.sglang_plugin import contract
+from ddtree.sglang_plugin.host import HOOKED
 
 __all__ = ["register"]
-
-_SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
-_SPEC = "sglang.srt.speculative."
-_INTERNAL = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController."
 
 
 def register() -> None:
@@ -48,20 +44,14 @@ def _hook() -> None:
 
     from ddtree.sglang_plugin import flags, hooks
 
-    around = {
-        _SERVER_ARGS + "add_cli_args": flags.add_options,
-        _SERVER_ARGS + "from_cli_args": flags.from_arguments,
-        _SPEC + "spec_utils.spec_need_hidden_states": hooks.need_hidden_states,
-        _SPEC + "spec_info.create_dummy_verify_input": hooks.dummy_verify_input,
-        _SPEC + "dflash_utils.resolve_dflash_verify_mask_policy": hooks.verify_mask_policy,
-        _SPEC + "dflash_utils.validate_dflash_request": hooks.validate_request,
-        _INTERNAL + "_add_speculative": hooks.add_speculative_state,
+    hooked = {
+        "add_cli_args": flags.add_options,
+        "from_cli_args": flags.from_arguments,
+        "spec_need_hidden_states": hooks.need_hidden_states,
+        "create_dummy_verify_input": hooks.dummy_verify_input,
+        "resolve_dflash_verify_mask_policy": hooks.verify_mask_policy,
+        "validate_dflash_request": hooks.validate_request,
+        "_add_speculative": hooks.add_speculative_state,
     }
-    for target, hook in around.items():
-        HookRegistry.register(target, _loud(target, hook), HookType.AROUND)
-
-
-def _loud(target: str, hook: Any) -> Any:
-    """The hook under its target's name, which SGLang's log shows."""
-    hook.__qualname__ = f"ddtree:{target.rsplit('.', 1)[1]}"
-    return hook
+    for target in HOOKED:
+        HookRegistry.register(target, hooked[target.rsplit(".", 1)[1]], HookType.AROUND)
