@@ -1,4 +1,4 @@
-"""The correctness gate of benchmarks/sglang_gpu.py: which divergences it counts, and which it lets rounding explain."""
+"""The correctness gate of benchmarks/sglang_gpu.py: which divergences count, and which rounding explains."""
 
 from __future__ import annotations
 

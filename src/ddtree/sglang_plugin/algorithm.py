@@ -89,9 +89,8 @@ def require_hooks() -> None:
     missing = [target for target in HOOKED if target not in HookRegistry._patched]
     if missing:
         raise UnsupportedError(
-            f"SGLang did not apply ddtree's hooks to {', '.join(missing)}; its log says why. DDTREE would be "
-            "wrong "
-            "without them"
+            f"SGLang did not apply ddtree's hooks to {', '.join(missing)}, and DDTREE would be wrong without "
+            "them; SGLang's log says why"
         )
 
 
