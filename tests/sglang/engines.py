@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["said", "serving"]
+__all__ = ["forget", "said", "serving"]
 
 COMMON = {
     "device": "cpu",
@@ -54,3 +55,12 @@ def said(engine: Any, prompts: Sequence[Sequence[int]], count: int, **sampling: 
     """Answers of `count` tokens to some prompts in one batch, as SGLang returns them."""
     params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling}
     return list(engine.generate(input_ids=[list(prompt) for prompt in prompts], sampling_params=params))
+
+
+def forget(engine: Any) -> None:
+    """Drop every cached prefix. SGLang refuses while it lets go of answered requests, so ask until it has."""
+    for _ in range(100):
+        if engine.flush_cache().success:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the engine still has requests")

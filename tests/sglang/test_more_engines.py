@@ -10,7 +10,7 @@ import pytest
 
 from ddtree.sglang_plugin.settings import Flags
 from tests.sglang import models
-from tests.sglang.engines import said, serving
+from tests.sglang.engines import forget, said, serving
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22], [20, 21]]
 COUNT, BLOCK = 24, 8
@@ -49,10 +49,10 @@ def test_production_kernels_with_pages_of_four_and_chunked_prefill(
         assert all(a["meta_info"]["spec_accept_length"] > 3.5 for a in answers)
         for fault in ("causal", "no move"):
             (folder / "rig" / "fault").write_text(fault)
-            engine.flush_cache()
+            forget(engine)
             assert [a["output_ids"] for a in said(engine, PROMPTS, COUNT)] != truths
             (folder / "rig" / "fault").unlink()
-        engine.flush_cache()
+        forget(engine)
         (first,) = said(engine, PROMPTS[:1], COUNT)
         # Only full pages are reused: the hit ends inside the answer, and the rest is computed anew.
         (again,) = said(engine, [[*PROMPTS[0], *first["output_ids"][:17]]], 6)

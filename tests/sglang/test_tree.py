@@ -17,7 +17,7 @@ from ddtree.sglang_plugin.settings import Flags
 from ddtree.speculation.drafter import DFlashDrafter
 from ddtree.speculation.protocols import Lengths
 from tests.sglang import models
-from tests.sglang.engines import said, serving
+from tests.sglang.engines import forget, said, serving
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17], [20, 21]]
 BLOCK, BUDGET, COUNT = 8, 19, 24
@@ -44,7 +44,7 @@ class Bench:
 
     def forget(self) -> None:
         """No prefix of earlier tests is reused."""
-        self.engine.flush_cache()
+        forget(self.engine)
 
 
 @pytest.fixture(scope="module")
