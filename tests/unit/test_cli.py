@@ -79,6 +79,7 @@ def test_every_verb_has_help(run):
         "pull",
         "generate",
         "chat",
+        "serve",
         "info",
         "data",
         "train",
