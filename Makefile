@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help demo test check format bench clean
+SGLANG_VENV := .venv-sglang
+
+.PHONY: help demo test test-sglang check format bench clean
 
 help:
 	@echo "make demo     answer four questions with plain decoding, a draft chain and a draft tree"
 	@echo "make test     set up what the tests need, and run them"
+	@echo "make test-sglang  the SGLang plugin against the real SGLang on this CPU, in an environment of its own"
 	@echo "make check    formatting, lint, types, import layers"
 	@echo "make format   apply formatting and safe lint fixes"
 	@echo "make bench    measure decoding on this CPU (about half an hour)"
@@ -22,6 +25,10 @@ test:
 	@$(PYTHON) scripts/setup_env.py $(VENV) dev train server
 	@$(RUN)/ddtree pull
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n auto --dist worksteal
+
+test-sglang:
+	@$(PYTHON) scripts/setup_sglang_env.py $(SGLANG_VENV)
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -W ignore tests/sglang
 
 check:
 	@$(PYTHON) scripts/setup_env.py $(VENV) dev train server
@@ -40,4 +47,4 @@ bench:
 	$(RUN)/python benchmarks/cpu_decode.py --out benchmarks/results/cpu_decode.json
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	rm -rf $(VENV) $(SGLANG_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -74,7 +74,20 @@ def refused(result, code, *parts):
 
 def test_every_verb_has_help(run):
     verbs = [command.name or command.callback.__name__ for command in app.registered_commands]
-    assert verbs == ["demo", "pull", "generate", "chat", "info", "data", "train", "export", "eval", "compare"]
+    assert verbs == [
+        "demo",
+        "pull",
+        "generate",
+        "chat",
+        "serve",
+        "info",
+        "data",
+        "train",
+        "export",
+        "doctor",
+        "eval",
+        "compare",
+    ]
     code, out, _ = run("--help")
     assert code == 0
     assert all(verb in out for verb in verbs)
@@ -82,6 +95,17 @@ def test_every_verb_has_help(run):
         code, out, _ = run(verb, "--help")
         assert code == 0
         assert command.callback.__doc__.split()[0] in out
+
+
+def test_doctor_says_that_sglang_is_not_installed(run, monkeypatch):
+    from ddtree.sglang_plugin import contract
+
+    monkeypatch.setattr(contract, "installed_version", lambda: None)
+    code, out, err = run("doctor", "sglang")
+    assert code == 3
+    assert "pip install sglang==" in " ".join(out.split())
+    assert "not ready: SGLang" in err
+    assert run("doctor", "vllm")[0] == 2
 
 
 @pytest.mark.parametrize(

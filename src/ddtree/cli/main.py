@@ -11,6 +11,7 @@ from ddtree.cli.common import notes
 from ddtree.cli.compare import compare
 from ddtree.cli.data import data
 from ddtree.cli.demo import demo
+from ddtree.cli.doctor import doctor
 from ddtree.cli.evaluate import evaluate
 from ddtree.cli.export import export
 from ddtree.cli.generate import generate
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for verb in (demo, pull, generate, chat, serve, info, data, train, export):
+for verb in (demo, pull, generate, chat, serve, info, data, train, export, doctor):
     app.command()(verb)
 app.command("eval")(evaluate)
 app.command()(compare)

@@ -1,0 +1,305 @@
+"""Looking at an installed SGLang and a launch command without starting anything.
+
+Checks go from the outside in, and each says what is wrong and the mend. Nothing is loaded but configurations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ddtree.errors import ConfigError, DDTreeError
+from ddtree.sglang_plugin import contract
+from ddtree.sglang_plugin.host import SUPPORTED
+from ddtree.sglang_plugin.memory import Demand, Plan, plan_memory
+from ddtree.sglang_plugin.settings import Settings
+
+__all__ = ["Diagnosis", "Finding", "examine", "table"]
+
+GROUP = "sglang.srt.plugins"
+HALF = 2  # bytes of a number in the KV pool, unless its dtype is given
+BYTES = {"auto": HALF, "bfloat16": HALF, "float16": HALF, "float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
+GRAPH_BATCH = 160  # what SGLang captures at most on a large GPU when nothing is given
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check. state: ok, warning or wrong."""
+
+    check: str
+    state: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All checks, and where a launch command was given and its models are here, the memory plan."""
+
+    findings: tuple[Finding, ...]
+    settings: Settings | None = None
+    plan: Plan | None = None
+
+    @property
+    def healthy(self) -> bool:
+        return all(finding.state != "wrong" for finding in self.findings)
+
+
+class _Settled:
+    """SGLang's arguments with what settling writes over them."""
+
+    def __init__(self, arguments: Any) -> None:
+        object.__setattr__(self, "_arguments", arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_arguments"), name)
+
+
+def examine(launch: str | None, plugins_variable: str | None, gpu_bytes: int | None) -> Diagnosis:
+    """Check the stack and, when it stands, a launch command. plugins_variable: SGLANG_PLUGINS, which names the
+    plugins that SGLang may load. gpu_bytes: the memory of one GPU, None when there is none to plan for."""
+    findings = list(_stack(plugins_variable))
+    if launch is None or not all(finding.state == "ok" for finding in findings):
+        return Diagnosis(tuple(findings))
+    try:
+        arguments = _Settled(_parse(launch))
+        if str(arguments.speculative_algorithm).upper() != "DDTREE":
+            raise ConfigError(
+                f"the command's speculative algorithm is {arguments.speculative_algorithm}; give "
+                "--speculative-algorithm DDTREE"
+            )
+        if arguments.attention_backend is None:
+            setattr(arguments, "attention_backend", "triton")  # noqa: B010 - SGLang's field, unknown to types
+            note = "none given: SGLang chooses one by GPU and model; --attention-backend triton is known to work"
+            findings.append(Finding("attention backend", "warning", note))
+        from ddtree.sglang_plugin.launch import settle
+
+        settings = settle(arguments)
+    except DDTreeError as error:
+        findings.append(Finding("launch command", "wrong", str(error)))
+        return Diagnosis(tuple(findings))
+    except (ValueError, AssertionError, OSError) as error:  # SGLang's own refusals, files that are not there
+        findings.append(Finding("launch command", "wrong", f"SGLang refuses it: {error}"))
+        return Diagnosis(tuple(findings))
+    width = f"mode {settings.mode}, blocks of {settings.block_size}, {settings.width} rows a request"
+    findings.append(Finding("launch command", "ok", width))
+    findings += [Finding("mode", "warning", notice) for notice in settings.notices]
+    findings += _models(arguments)
+    plan = None
+    if gpu_bytes is None:
+        findings.append(Finding("memory", "warning", "no GPU here to plan for; give --gpu-memory-gib"))
+    else:
+        planned = _memory(arguments, settings, gpu_bytes)
+        if isinstance(planned, Finding):
+            findings.append(planned)
+        else:
+            plan = planned
+            findings.append(_judge(plan, arguments))
+    return Diagnosis(tuple(findings), settings, plan)
+
+
+def _stack(plugins_variable: str | None) -> Iterator[Finding]:
+    found = contract.installed_version()
+    if found is None:
+        yield Finding("SGLang", "wrong", f"not installed here; pip install sglang=={SUPPORTED}")
+        return
+    differences = contract.differences()
+    if differences:
+        yield Finding("SGLang", "wrong", contract.refusal(differences))
+        return
+    state = "ok" if found == SUPPORTED else "warning"
+    yield Finding("SGLang", state, f"{found}; ddtree is tested with {SUPPORTED}")
+    names = [entry.name for entry in entry_points(group=GROUP) if entry.value.startswith("ddtree.")]
+    if not names:
+        yield Finding("plugin", "wrong", "not registered as an entry point; install ddtree again with pip")
+        return
+    allowed = {part.strip() for part in (plugins_variable or "").split(",") if part.strip()}
+    if allowed and not allowed & set(names):
+        mend = f"add {names[0]} to it or unset it"
+        yield Finding("plugin", "wrong", f"SGLANG_PLUGINS={plugins_variable} keeps ddtree out; {mend}")
+        return
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    try:
+        answers = SpeculativeAlgorithm.from_string("DDTREE").is_dflash()
+    except ValueError:
+        answers = False
+    if not answers:
+        yield Finding("plugin", "wrong", "SGLang does not know DDTREE although the plugin is installed")
+        return
+    yield Finding("plugin", "ok", "loaded; SpeculativeAlgorithm.from_string('DDTREE').is_dflash() is True")
+
+
+def _parse(launch: str) -> Any:
+    """SGLang's arguments of a command line such as `python -m sglang.launch_server --model-path ...`."""
+    from sglang.srt.server_args import ServerArgs
+
+    words = shlex.split(launch)
+    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    parser = argparse.ArgumentParser(prog="sglang")
+    ServerArgs.add_cli_args(parser)
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            return ServerArgs.from_cli_args(parser.parse_args(words[first:]))
+    except SystemExit:
+        lines = complaint.getvalue().strip().splitlines()
+        raise ConfigError(f"SGLang does not understand the command: {lines[-1] if lines else launch}") from None
+
+
+def _models(arguments: Any) -> Iterator[Finding]:
+    """Whether target and drafter were made for each other, and whether the target hands out its features."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from ddtree.sglang_plugin.launch import draft_config_of, draft_hf_config
+
+    target = model_config_of(arguments).hf_text_config
+    hf = draft_hf_config(arguments)
+    text, draft = getattr(hf, "text_config", None) or hf, draft_config_of(arguments)
+    wrong = []
+    if int(text.hidden_size) != int(target.hidden_size):
+        wrong.append(f"the drafter's hidden size is {text.hidden_size}, the target's {target.hidden_size}")
+    if draft.num_target_layers not in (None, int(target.num_hidden_layers)):
+        wrong.append(
+            f"the drafter was made for {draft.num_target_layers} layers, the target has {target.num_hidden_layers}"
+        )
+    if draft.mask_token_id is not None and not 0 <= draft.mask_token_id < int(target.vocab_size):
+        wrong.append(f"the mask token {draft.mask_token_id} is outside the vocabulary of {target.vocab_size}")
+    if wrong:
+        yield Finding("drafter and target", "wrong", "; ".join(wrong) + "; take the drafter of this target")
+    else:
+        layers = draft.resolve_target_layer_ids(target_num_layers=int(target.num_hidden_layers))
+        yield Finding("drafter and target", "ok", f"match; features of target layers {list(layers)}")
+    positions = int(getattr(text, "max_position_embeddings", 0) or 0)
+    context = arguments.context_length or int(getattr(target, "max_position_embeddings", 0) or 0)
+    if positions and context > positions:
+        detail = f"the drafter has {positions} positions, the context {context}: acceptance falls beyond"
+        yield Finding("context", "warning", detail + "; try --speculative-draft-window-size")
+    yield _capture(arguments)
+
+
+def _capture(arguments: Any) -> Finding:
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.models.registry import ModelRegistry
+
+    names = list(model_config_of(arguments).hf_config.architectures)
+    cls, name = ModelRegistry.resolve_model_cls(names)
+    if hasattr(cls, "set_dflash_layers_to_capture"):
+        return Finding("features", "ok", f"{name} hands out the outputs of its layers")
+    return Finding(
+        "features", "wrong", f"SGLang's {name} has no set_dflash_layers_to_capture: no features, no drafts"
+    )
+
+
+def _memory(arguments: Any, settings: Settings, gpu_bytes: int) -> Plan | Finding:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from ddtree.sglang_plugin.launch import draft_hf_config
+
+    paths = (arguments.model_path, arguments.speculative_draft_model_path)
+    sizes = [_weights(path) for path in paths]
+    for path, size in zip(paths, sizes, strict=True):
+        if size is None:
+            return Finding("memory", "warning", f"{path}: its weights are not on this machine, so no plan is made")
+    config = model_config_of(arguments)
+    target = config.hf_text_config
+    hf = draft_hf_config(arguments)
+    drafter = getattr(hf, "text_config", None) or hf
+    ranks = int(arguments.tp_size)
+    number = BYTES.get(str(arguments.kv_cache_dtype), HALF)
+    cells = sum(_kv_cells(text, ranks) for text in (target, drafter))
+    demand = Demand(
+        weights=(sizes[0] or 0) // ranks,
+        drafter=(sizes[1] or 0) // ranks,
+        kv_token=cells * number,
+        rows=settings.width,
+        horizon=settings.plan.horizon,
+        vocab_size=int(target.vocab_size),
+        hidden=int(target.hidden_size),
+        requests=int(arguments.max_running_requests),
+        context=int(arguments.context_length or target.max_position_embeddings),
+        prefill_chunk=int(arguments.chunked_prefill_size or 8192),
+        graph_batch=_graph_batch(arguments),
+    )
+    return plan_memory(gpu_bytes, demand)
+
+
+def _kv_cells(text: Any, ranks: int) -> int:
+    """Numbers that one token keeps in one rank's pool."""
+    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return 2 * int(text.num_hidden_layers) * max(heads // ranks, 1) * width
+
+
+def _graph_batch(arguments: Any) -> int:
+    if arguments.disable_cuda_graph or getattr(arguments, "cuda_graph_backend_decode", None) == "disabled":
+        return 0
+    largest = getattr(arguments, "cuda_graph_max_bs_decode", None) or getattr(arguments, "cuda_graph_max_bs", None)
+    return min(int(largest or GRAPH_BATCH), int(arguments.max_running_requests))
+
+
+def _weights(path: str) -> int | None:
+    """Bytes of a model's weights when they are on this machine."""
+    from ddtree.models.hub import find
+
+    try:
+        local = find(path)
+    except DDTreeError:
+        return None
+    if local is None:
+        return None
+    folder = Path(local.folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        size = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
+        if size:
+            return int(size)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
+
+
+def _judge(plan: Plan, arguments: Any) -> Finding:
+    """What the plan means for the launch command."""
+    given = arguments.mem_fraction_static
+    advice = f"--mem-fraction-static {plan.fraction:.2f} leaves {plan.tokens:,} tokens of KV"
+    if not plan.works:
+        mend = "lower --context-length, --max-running-requests or the budget, or use more GPUs"
+        return Finding("memory", "wrong", f"not one request of the whole context fits; {mend}")
+    if given is not None and float(given) > plan.fraction + 0.005:
+        return Finding(
+            "memory",
+            "wrong",
+            f"--mem-fraction-static {given} leaves too little beside the KV pool, and the server would die "
+            f"while it captures graphs, with a message that asks for more; {advice}",
+        )
+    wanted = int(arguments.max_running_requests)
+    if plan.fitting < wanted:
+        return Finding(
+            "memory",
+            "warning",
+            f"{advice}, room for {plan.fitting} requests of the whole context, not {wanted}: more will wait or be "
+            "preempted when all are that long",
+        )
+    return Finding("memory", "ok", f"{advice}, room for {plan.fitting} requests of the whole context")
+
+
+def table(plan: Plan) -> Sequence[tuple[str, int]]:
+    """The plan's parts with their bytes, for printing."""
+    return (
+        ("target weights", plan.weights),
+        ("drafter weights", plan.drafter),
+        ("KV pool, target and drafter", plan.kv),
+        ("logits of all rows", plan.logits),
+        ("index tables of captured graphs", plan.graph_indices),
+        ("tree masks", plan.masks),
+        ("activations and libraries", plan.activations),
+    )
