@@ -262,7 +262,13 @@ def test_the_second_turn_of_a_chat_knows_the_first(run, monkeypatch):
 def test_ctrl_c_in_mid_stream():
     """The text so far stays, one line says what was measured, and the exit code is that of an interrupt."""
     command = [sys.executable, "-m", "ddtree", "generate", SEA, "--max-tokens", "4000", "--threads", "1"]
-    process = subprocess.Popen([*command, "--dtype", "float32"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--dtype", "float32"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # What runs in the background of a shell is started deaf to interrupts, and so would this be.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         begun = os.read(process.stdout.fileno(), 4096)
         assert begun
