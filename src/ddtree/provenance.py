@@ -13,23 +13,37 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["provenance", "text_hash"]
+__all__ = ["provenance", "source_hash", "text_hash"]
 
 PACKAGES = ("ddtree", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 
 
 def provenance(argv: Iterable[str] | None = None) -> dict[str, Any]:
-    """Facts to store beside a result. `commit` is null outside a checkout; `dirty` tells of uncommitted work."""
+    """Facts to store beside a result.
+
+    `commit` is null outside a checkout, where `source` still tells which code ran; `dirty`: work uncommitted.
+    """
     commit = _git("rev-parse", "HEAD")
     return {
         "commit": commit,
         "dirty": bool(_git("status", "--porcelain")) if commit else None,
+        "source": source_hash(),
         "argv": _plain(sys.argv if argv is None else list(argv)),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "device": device_facts(),
     }
+
+
+def source_hash() -> str:
+    """SHA-256 of the package's own Python files, the same in every copy of one commit."""
+    package = Path(__file__).resolve().parent
+    return text_hash(
+        part
+        for path in sorted(package.rglob("*.py"), key=lambda path: path.relative_to(package).as_posix())
+        for part in (path.relative_to(package).as_posix(), path.read_text(encoding="utf-8"))
+    )
 
 
 def device_facts() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from ddtree import provenance as provenance_module
 from ddtree.cli.common import print_json
 from ddtree.cli.main import app
 from ddtree.cli.show import draw_tree, most_branching
@@ -388,9 +389,24 @@ def plain_argv():
 def test_provenance_names_no_folder_of_this_machine(plain_argv):
     found = provenance(plain_argv)
     assert found["argv"] == ["ddtree", "train", "--out", "run", "--set", "steps=3", "relative/run"]
-    assert set(found) == {"commit", "dirty", "argv", "time", "python", "versions", "device"}
+    assert set(found) == {"commit", "dirty", "source", "argv", "time", "python", "versions", "device"}
     text = json.dumps(provenance())
     assert not any(folder in text for folder in (sys.prefix, str(Path.cwd()), "/home/"))
+
+
+def test_the_source_hash_follows_the_code_alone(tmp_path, monkeypatch):
+    """A copy elsewhere has the same; a byte or a name that changes, another. What is not Python does not count."""
+    package = tmp_path / "copy"
+    shutil.copytree(Path(provenance_module.__file__).parent, package, ignore=shutil.ignore_patterns("shipped"))
+    before = provenance_module.source_hash()
+    monkeypatch.setattr(provenance_module, "__file__", str(package / "provenance.py"))
+    assert provenance_module.source_hash() == before
+    (package / "notes.txt").write_text("none of it")
+    assert provenance_module.source_hash() == before
+    (package / "errors.py").rename(package / "faults.py")
+    renamed = provenance_module.source_hash()
+    (package / "faults.py").write_text("x = 1\n")
+    assert len({before, renamed, provenance_module.source_hash()}) == 3
 
 
 @pytest.mark.parametrize(
