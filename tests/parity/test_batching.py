@@ -162,7 +162,7 @@ def test_caps_lower_and_never_raise():
         (None, 256, "budget must"),
     ]:
         with pytest.raises(RequestError, match=message):
-            engine.capped_plan(mode, budget)
+            engine.admission.capped(engine.plan, mode, budget)
 
 
 # The second turn of a chat

@@ -10,7 +10,8 @@ import pytest
 
 from ddtree.cli.main import main
 from ddtree.sglang_plugin import contract
-from ddtree.sglang_plugin.doctor import Diagnosis, examine
+from ddtree.sglang_plugin.diagnosis import Diagnosis
+from ddtree.sglang_plugin.doctor import examine
 from tests.sglang import models
 
 GIB = 2**30

@@ -249,7 +249,7 @@ def test_drafting_needs_a_drafter(mode):
     with pytest.raises(ConfigError, match=f"mode {mode} needs a drafter, and this .* use mode off"):
         new_engine(drafter=False, mode=mode)
     with pytest.raises(ConfigError, match="use mode off"):
-        plain_engine().plan_for(EngineConfig(mode=mode))
+        plain_engine().admission.plan_for(EngineConfig(mode=mode))
 
 
 def test_plain_decoding_needs_none():
@@ -286,11 +286,11 @@ def test_plans_of_callers_are_checked(drafter, plan):
 def test_plans_of_a_configuration():
     engine = new_engine()
     assert engine.plan == RoundPlan("tree", BLOCK, DEFAULT_BUDGETS["cpu"])
-    assert engine.plan_for(EngineConfig(mode="chain")) == RoundPlan("chain", BLOCK, BLOCK - 1)
-    assert engine.plan_for(EngineConfig(budget=LARGEST_BUDGET, block_size=2)) == RoundPlan(
+    assert engine.admission.plan_for(EngineConfig(mode="chain")) == RoundPlan("chain", BLOCK, BLOCK - 1)
+    assert engine.admission.plan_for(EngineConfig(budget=LARGEST_BUDGET, block_size=2)) == RoundPlan(
         "tree", 2, LARGEST_BUDGET
     )
-    assert engine.plan_for(EngineConfig(mode="off", block_size=4, budget=9)) == OFF
+    assert engine.admission.plan_for(EngineConfig(mode="off", block_size=4, budget=9)) == OFF
     assert new_engine(mode="shadow", block_size=5, budget=3).plan == RoundPlan("shadow", 5, 3)
 
 

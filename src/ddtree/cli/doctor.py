@@ -29,7 +29,8 @@ def doctor(
     """Check an installed SGLang and a launch command: versions, plugin, models, options, and a memory plan."""
     if host != "sglang":
         raise ConfigError(f"doctor looks at sglang: got {host!r}")
-    from ddtree.sglang_plugin.doctor import examine, table
+    from ddtree.sglang_plugin.diagnosis import table
+    from ddtree.sglang_plugin.doctor import examine
 
     diagnosis = examine(launch, os.environ.get("SGLANG_PLUGINS"), _gpu_bytes(gpu_memory_gib))
     if as_json:

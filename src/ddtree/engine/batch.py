@@ -12,12 +12,13 @@ from ddtree.engine.output import Output
 from ddtree.engine.request import Completion, Gathering, Job, Piece
 from ddtree.engine.scheduler import Track
 from ddtree.errors import DDTreeError
-from ddtree.speculation.chooser import Chooser, History, joined_histories
+from ddtree.speculation.chooser import Chooser
+from ddtree.speculation.history import History, joined_histories
 from ddtree.speculation.plan import PLAIN, RoundPlan
 from ddtree.speculation.protocols import Lengths
 from ddtree.speculation.round import RoundState
 
-__all__ = ["Batch", "Live"]
+__all__ = ["Batch", "Live", "regrouped"]
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +44,7 @@ class Live:
 class Batch:
     """Members, in order, and where they stand. Padding stands behind them: it has no pages and says nothing."""
 
-    def __init__(self, members: Sequence[Live], size: int, nobody: Chooser, device: torch.device) -> None:
+    def __init__(self, members: Sequence[Live], size: int, nobody: Chooser) -> None:
         self.members = tuple(members)
         self.padding = size - len(members)
         histories = [member.history for member in members if member.history is not None]
@@ -53,6 +54,7 @@ class Batch:
         else:
             self.chooser = Chooser.joined([*(m.chooser for m in members), *[nobody] * self.padding])
             history = joined_histories([*histories, *[History(None, (None,))] * self.padding])
+        device = nobody.device
         host = (*(member.track.computed for member in members), *[0] * self.padding)
         anchors = [*(member.track.tokens[-1] for member in members), *[0] * self.padding]
         lengths = Lengths(torch.tensor(host, device=device), host)
@@ -69,3 +71,12 @@ class Batch:
         """Give every member its own history back, before another batch is formed."""
         for r, member in enumerate(self.members):
             member.history = self.state.history.of(r)
+
+
+def regrouped(current: Batch | None, members: Sequence[Live], size: int, nobody: Chooser) -> Batch:
+    """The batch of these members: the current one, unless somebody came or went. nobody: padding's chooser."""
+    if current is not None:
+        if list(current.members) == list(members):
+            return current
+        current.part()
+    return Batch(members, size, nobody)

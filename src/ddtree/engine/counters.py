@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ddtree.engine.scheduler import Scheduler
 from ddtree.speculation.plan import ALGORITHMS
 
 __all__ = ["PHASES", "ModeCounts", "Snapshot", "Tally"]
@@ -105,9 +106,22 @@ class Tally:
         for phase, spent_s in phases.items():
             self.phase_seconds[phase] += spent_s
 
-    @property
-    def zero_acceptance(self) -> bool:
-        return self.zero_acceptance_rounds >= ALARM_ROUNDS
-
-    def modes(self) -> dict[str, ModeCounts]:
-        return {mode: counts.frozen() for mode, counts in self._modes.items()}
+    def snapshot(self, scheduler: Scheduler, since_round_s: float | None) -> Snapshot:
+        """These counts, with where the scheduler stands."""
+        blocks = scheduler.blocks
+        return Snapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=blocks.total,
+            pages_used=blocks.held,
+            pages_cached=blocks.cached,
+            prompt_tokens=self.prompt_tokens,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            preemptions=scheduler.preemptions,
+            finished=dict(self.finished),
+            modes={mode: counts.frozen() for mode, counts in self._modes.items()},
+            phase_seconds=dict(self.phase_seconds),
+            zero_acceptance_rounds=self.zero_acceptance_rounds,
+            zero_acceptance=self.zero_acceptance_rounds >= ALARM_ROUNDS,
+            since_round_s=since_round_s,
+        )

@@ -15,7 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ddtree.engine.batch import Batch, Live
+from ddtree.engine.admission import Admission
+from ddtree.engine.batch import Batch, Live, regrouped
 from ddtree.engine.blocks import Blocks
 from ddtree.engine.config import EngineConfig, context_limit
 from ddtree.engine.counters import Snapshot, Tally
@@ -27,12 +28,12 @@ from ddtree.engine.records import round_record
 from ddtree.engine.request import Completion, Gathering, Job, Piece, RoundRecord, TokenLogprob
 from ddtree.engine.runner import PageShape, Runner, batch_bucket, fit
 from ddtree.engine.scheduler import Chunk, Scheduler, Track
-from ddtree.errors import ClosedError, ConfigError, DDTreeError, RequestError
+from ddtree.errors import ClosedError, DDTreeError
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
 from ddtree.speculation.chooser import ChoiceError, Chooser
 from ddtree.speculation.params import SamplingParams
-from ddtree.speculation.plan import FixedPolicy, RoundPlan, capped, fixed_plan
+from ddtree.speculation.plan import FixedPolicy, RoundPlan, fixed_plan
 from ddtree.speculation.protocols import Lengths
 from ddtree.speculation.round import RoundOutcome
 
@@ -61,12 +62,14 @@ class BatchEngine:
         self.max_context = context_limit(config.max_context, limits)
         self.clock = clock
         self.serving = False  # a service owns the engine: nobody else may step it
+        self.admission = Admission(target.spec.vocab_size, self.block_size, self.max_context, target.device.type)
         places = most_places(self.max_context, self.block_size)
-        self.memory = fit(target, drafter, config, self.plan_for(config), places)
+        asked = self.admission.plan_for(config)
+        self.memory = fit(target, drafter, config, asked, places)
+        if self.memory.plan != asked:
+            config = replace(config, budget=self.memory.plan.budget)
         self.config = config
-        if self.memory.plan != self.plan_for(config):
-            self.config = replace(config, budget=self.memory.plan.budget)
-        self.plan = self.plan_for(self.config)
+        self.plan = self.admission.plan_for(config)
         shape = PageShape(self.memory.pages, config.page_size, self.memory.sequences, places)
         self.runner = Runner(target, drafter, shape)
         prefix = PrefixIndex() if config.shares_prefixes else None
@@ -79,12 +82,6 @@ class BatchEngine:
         self._tally = Tally()
         self._round_began_s: float | None = None
 
-    # What requests may ask for
-
-    def plan_for(self, config: EngineConfig) -> RoundPlan:
-        """The plan that a configuration means here. ConfigError when this engine cannot run it."""
-        return self._checked(config.plan(self.target.device.type, max(self.block_size, 2)))
-
     def fixed_job(
         self,
         prompt: Sequence[int],
@@ -95,34 +92,8 @@ class BatchEngine:
     ) -> Job:
         """A job whose rounds all follow one plan, the engine's own unless another is given."""
         if plan is not None:
-            plan = self._checked(fixed_plan(plan.mode, plan.block_size, plan.budget))
+            plan = self.admission.checked(fixed_plan(plan.mode, plan.block_size, plan.budget))
         return Job(prompt, params, FixedPolicy(plan or self.plan), records, logprobs)
-
-    def capped_plan(self, mode: str | None, budget: int | None) -> RoundPlan:
-        """The engine's plan under a request's caps. RequestError when a cap cannot be one."""
-        try:
-            return capped(self.plan, mode, budget)
-        except ConfigError as error:
-            raise RequestError(str(error)) from error
-
-    def check(self, job: Job) -> None:
-        """Raise RequestError when a job cannot be honoured. Reads nothing that a step changes."""
-        if not job.prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        if len(job.prompt) >= self.max_context:
-            raise RequestError(
-                f"the prompt has {len(job.prompt)} tokens, but the context holds {self.max_context} for prompt "
-                "and answer together; shorten it, or raise max_context where the model allows it"
-            )
-        vocabulary = self.target.spec.vocab_size
-        outside = [token for token in job.prompt if not 0 <= token < vocabulary]
-        if outside:
-            raise RequestError(f"the prompt holds token {outside[0]}, outside the vocabulary of {vocabulary}")
-        if job.logprobs is not None and not 0 <= job.logprobs <= vocabulary:
-            raise RequestError(f"logprobs must lie between 0 and {vocabulary}: got {job.logprobs}")
-        job.params.check_vocabulary(vocabulary)
-
-    # One request, to its end
 
     def run(self, job: Job) -> Iterator[Piece]:
         """Take a request to its end, piece by piece, and others that are on their way with it. RequestError when
@@ -148,8 +119,8 @@ class BatchEngine:
     def add(
         self, job: Job, on_piece: Callable[[Piece], None], on_end: Callable[[Completion | DDTreeError], None]
     ) -> Live:
-        """Queue a request. `step` calls back: pieces in order, then the end, once. RequestError as in `check`."""
-        self.check(job)
+        """Queue a request. `step` calls back: pieces in order, then the end, once. RequestError by `admission`."""
+        self.admission.check(job)
         # A request that never drafts needs no features; every other one keeps the drafter's context.
         context = job.policy.may_draft and self.runner.drafters is not None
         width = max(self.plan.rows, self.block_size) if context else 1
@@ -201,23 +172,7 @@ class BatchEngine:
 
     def snapshot(self) -> Snapshot:
         """The engine in numbers."""
-        tally, scheduler = self._tally, self.scheduler
-        return Snapshot(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            pages_total=self.blocks.total,
-            pages_used=self.blocks.held,
-            pages_cached=self.blocks.cached,
-            prompt_tokens=tally.prompt_tokens,
-            prefix_hit_tokens=tally.prefix_hit_tokens,
-            preemptions=scheduler.preemptions,
-            finished=dict(tally.finished),
-            modes=tally.modes(),
-            phase_seconds=dict(tally.phase_seconds),
-            zero_acceptance_rounds=tally.zero_acceptance_rounds,
-            zero_acceptance=tally.zero_acceptance,
-            since_round_s=self.since_round_s,
-        )
+        return self._tally.snapshot(self.scheduler, self.since_round_s)
 
     @property
     def since_round_s(self) -> float | None:
@@ -269,7 +224,8 @@ class BatchEngine:
         self._emit(live, emitted, self._logprobs(live, logits_1V, emitted))
 
     def _round(self, members: list[Live]) -> None:
-        batch = self._gathered(members)
+        size = batch_bucket(len(members), self.target.device, self.memory.sequences)
+        self._batch = batch = regrouped(self._batch, members, size, self._nobody)
         context = any(member.track.context for member in members)
         try:
             outcome = self.runner.round(
@@ -284,15 +240,6 @@ class BatchEngine:
         shapes = torch.stack([outcome.tree.sizes_R, outcome.tree.depths_RN.amax(dim=1)], dim=1).tolist()
         for r, live in enumerate(members):
             self._advance(live, r, outcome, *shapes[r])
-
-    def _gathered(self, members: list[Live]) -> Batch:
-        """The batch of these members: the last one, unless somebody came or went."""
-        if self._batch is None or list(self._batch.members) != members:
-            if self._batch is not None:
-                self._batch.part()
-            size = batch_bucket(len(members), self.target.device, self.memory.sequences)
-            self._batch = Batch(members, size, self._nobody, self.target.device)
-        return self._batch
 
     def _advance(self, live: Live, r: int, outcome: RoundOutcome, nodes: int, deepest: int) -> None:
         """Emit what a round brought to member r."""
@@ -342,19 +289,6 @@ class BatchEngine:
         self._tally.finished[reason] += 1
         if not self._live:
             self._batch = None  # nobody is left whose history it would keep
-
-    # Making
-
-    def _checked(self, plan: RoundPlan) -> RoundPlan:
-        if plan.capabilities.drafts_blocks and self.block_size == 1:
-            raise ConfigError(
-                f"mode {plan.mode} needs a drafter, and this engine was made without one; use mode off"
-            )
-        if plan.block_size > max(self.block_size, 1):
-            raise ConfigError(
-                f"block size {plan.block_size} exceeds the drafter's {self.block_size}: it was trained for no more"
-            )
-        return plan
 
     def _chooser(self, params: SamplingParams) -> Chooser:
         spec = self.target.spec

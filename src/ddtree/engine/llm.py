@@ -71,7 +71,7 @@ class LLM:
         """The engine's plan with some of it changed, for one request."""
         asked = {"mode": mode, "budget": budget, "block_size": block_size}
         changes = {key: value for key, value in asked.items() if value is not None}
-        return self.engine.plan_for(dataclasses.replace(self.engine.config, **changes))  # type: ignore[arg-type]
+        return self.engine.admission.plan_for(dataclasses.replace(self.engine.config, **changes))  # type: ignore[arg-type]
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt. Text is one user turn in the model's chat template, unless raw or without one."""

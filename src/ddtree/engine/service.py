@@ -82,10 +82,10 @@ class Service:
     def submit(self, submission: Submission, on_piece: OnPiece, on_end: OnEnd) -> Ticket:
         """Queue a request. Callbacks run on the engine's thread, pieces in order and then the end, and must not
         block. Raises RequestError (it cannot be honoured), BusyError (the queue is full) or ClosedError."""
-        plan = self._engine.capped_plan(submission.mode, submission.budget)
+        plan = self._engine.admission.capped(self._engine.plan, submission.mode, submission.budget)
         policy = FixedPolicy(plan)
         job = Job(submission.prompt, submission.params, policy, submission.records, submission.logprobs)
-        self._engine.check(job)
+        self._engine.admission.check(job)
         with self._changed:
             if self._refusal is not None:
                 raise ClosedError(self._refusal)

@@ -9,47 +9,25 @@ import argparse
 import io
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import redirect_stderr
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from ddtree.errors import ConfigError, DDTreeError
 from ddtree.sglang_plugin import contract
+from ddtree.sglang_plugin.diagnosis import Diagnosis, Finding
 from ddtree.sglang_plugin.host import SUPPORTED
 from ddtree.sglang_plugin.memory import Demand, Plan, plan_memory
 from ddtree.sglang_plugin.settings import Settings
 
-__all__ = ["Diagnosis", "Finding", "examine", "table"]
+__all__ = ["examine"]
 
 GROUP = "sglang.srt.plugins"
 HALF = 2  # bytes of a number in the KV pool, unless its dtype is given
 BYTES = {"auto": HALF, "bfloat16": HALF, "float16": HALF, "float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
 GRAPH_BATCH = 160  # what SGLang captures at most on a large GPU when nothing is given
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check. state: ok, warning or wrong."""
-
-    check: str
-    state: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """All checks, and where a launch command was given and its models are here, the memory plan."""
-
-    findings: tuple[Finding, ...]
-    settings: Settings | None = None
-    plan: Plan | None = None
-
-    @property
-    def healthy(self) -> bool:
-        return all(finding.state != "wrong" for finding in self.findings)
 
 
 class _Settled:
@@ -290,16 +268,3 @@ def _judge(plan: Plan, arguments: Any) -> Finding:
             "preempted when all are that long",
         )
     return Finding("memory", "ok", f"{advice}, room for {plan.fitting} requests of the whole context")
-
-
-def table(plan: Plan) -> Sequence[tuple[str, int]]:
-    """The plan's parts with their bytes, for printing."""
-    return (
-        ("target weights", plan.weights),
-        ("drafter weights", plan.drafter),
-        ("KV pool, target and drafter", plan.kv),
-        ("logits of all rows", plan.logits),
-        ("index tables of captured graphs", plan.graph_indices),
-        ("tree masks", plan.masks),
-        ("activations and libraries", plan.activations),
-    )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ddtree.errors import RequestError
 from ddtree.ops import Ops
+from ddtree.speculation.history import History
 from ddtree.speculation.noise import NoiseRing, fresh_seed, gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.penalties import TokenCounts, count_tokens, node_paths
@@ -28,39 +29,10 @@ from ddtree.speculation.processors import RowParams, draft_scores, row_params, t
 from ddtree.speculation.protocols import Lengths, Proposal
 from ddtree.tree import Accepted, Candidates, DraftTree, accept, edge_candidates, factorised_candidates
 
-__all__ = ["EDGE_CANDIDATES", "ChoiceError", "Chooser", "History", "joined_histories"]
+__all__ = ["EDGE_CANDIDATES", "ChoiceError", "Chooser"]
 
 # Candidates of a position that edges choose among, even where only one is drafted.
 EDGE_CANDIDATES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """What choices depend on beyond the logits: token counts (where a request has penalties), and the grammar
-    state of each sequence (where it has a constraint)."""
-
-    counts: TokenCounts | None
-    grammar: tuple[Hashable, ...]
-
-    def of(self, r: int) -> History:
-        """The history of one of the sequences."""
-        counts = self.counts
-        if counts is not None:
-            counts = TokenCounts(counts.prompt_RV[r : r + 1], counts.output_RV[r : r + 1])
-        return History(counts, self.grammar[r : r + 1])
-
-
-def joined_histories(histories: Sequence[History]) -> History:
-    """The history of sequences that are decoded together from now on."""
-    grammar = tuple(state for history in histories for state in history.grammar)
-    some = next((history.counts for history in histories if history.counts is not None), None)
-    if some is None:
-        return History(None, grammar)
-    nothing = TokenCounts(torch.zeros_like(some.prompt_RV[:1]), torch.zeros_like(some.output_RV[:1]))
-    every = [history.counts or nothing for history in histories]
-    return History(
-        TokenCounts(torch.cat([c.prompt_RV for c in every]), torch.cat([c.output_RV for c in every])), grammar
-    )
 
 
 class ChoiceError(Exception):
@@ -112,6 +84,11 @@ class Chooser:
             ring = NoiseRing(seed, vocab_size, horizon + 2, device)
             voices.append(Voice(one, seed, ring, row_params([one], 1, device), one.ends(eos_ids)))
         self._settle(voices)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its choices are made."""
+        return self._device
 
     @classmethod
     def joined(cls, choosers: Sequence[Chooser]) -> Chooser:

@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ddtree.speculation.chooser import Chooser, History
+from ddtree.speculation.chooser import Chooser
+from ddtree.speculation.history import History
 from ddtree.speculation.plan import RoundPlan, joint_plan
 from ddtree.speculation.protocols import Drafter, Lengths, Verifier
 from ddtree.tree import (
