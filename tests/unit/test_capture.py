@@ -10,7 +10,7 @@ import torch
 from ddtree.errors import ConfigError, StorageError
 from ddtree.training.capture import Features, causal_attend, feature_widths
 from ddtree.training.examples import load_examples, pack_for_step, write_shard
-from ddtree.training.feature_store import fingerprint, on_device, on_disk
+from ddtree.training.feature_store import feature_key, on_device, on_disk
 from ddtree.training.start import new_drafter
 from ddtree.training.trainer import Trainer
 from tests.toys import VOCABULARY, random_tokens, toy_target
@@ -82,14 +82,17 @@ def test_features_too_many_for_the_device_are_refused_with_the_other_ways():
 
 
 def test_the_key_follows_target_layers_and_tokens(tmp_path):
-    examples = some_examples(tmp_path / "data")
-    weight = torch.ones(3)
+    """One weight anywhere in the target is enough: a tuned target has other features."""
+    examples, target, tuned = some_examples(tmp_path / "data"), toy_target(), toy_target()
+    with torch.no_grad():
+        tuned.layers[1].mlp.down_proj.weight[0, 0] += 1
     keys = {
-        fingerprint(weight, (0, 2), examples, "x"),
-        fingerprint(2 * weight, (0, 2), examples, "x"),
-        fingerprint(weight, (0, 1), examples, "x"),
-        fingerprint(weight, (0, 2), examples, "y"),
-        fingerprint(weight, (0, 2), examples.take(torch.arange(5)), "x"),
+        feature_key(target, (0, 2), False, examples),
+        feature_key(tuned, (0, 2), False, examples),
+        feature_key(toy_target(dtype=torch.float32), (0, 2), False, examples),
+        feature_key(target, (0, 1), False, examples),
+        feature_key(target, (0, 2), True, examples),
+        feature_key(target, (0, 2), False, examples.take(torch.arange(5))),
     }
-    assert len(keys) == 5
-    assert fingerprint(weight, (0, 2), examples, "x") in keys
+    assert len(keys) == 6
+    assert feature_key(toy_target(), (0, 2), False, examples) in keys

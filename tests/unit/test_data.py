@@ -218,6 +218,25 @@ def test_a_batch_says_what_each_prompt_says_alone(target, alone, monkeypatch, pr
     assert one_by_one == alone
 
 
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_a_batch_shrinks_as_its_rows_end(target, monkeypatch, every):
+    """Rows that have ended are dropped, in whatever order they end, and nobody's answer changes."""
+    rows, forward = [], TargetModel.forward
+
+    def watched(self, given, cache, *arguments):
+        rows.append(given.tokens_RN.shape[0])
+        return forward(self, given, cache, *arguments)
+
+    monkeypatch.setattr(TargetModel, "forward", watched)
+    options = {"max_tokens": 40, "temperature": 0.0, "stop_ids": (*STOPS, 4, 16, 37), "generator": seeded()}
+    alone = [decode_batch(target, [prompt], **options)[0] for prompt in PROMPTS]
+    rows.clear()
+    monkeypatch.setattr(decode, "CHECK_STEPS", every)
+    assert decode_batch(target, PROMPTS, **options) == alone
+    assert rows == sorted(rows, reverse=True)
+    assert rows[-1] < rows[0] == len(PROMPTS)
+
+
 def test_a_batch_stops_soon_after_its_last_end(target, monkeypatch):
     calls, forward = [], TargetModel.forward
     monkeypatch.setattr(TargetModel, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))

@@ -11,17 +11,21 @@ from safetensors.torch import save_file
 
 from ddtree.engine.config import EngineConfig
 from ddtree.engine.engine import BatchEngine
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, ConfigError
 from ddtree.models.edges import EDGES_FILE, EdgeNet, load_edges, save_edges
 from ddtree.models.load import LoadedDrafter, load_drafter
 from ddtree.models.save import save_drafter
+from ddtree.speculation.chooser import EDGE_CANDIDATES, Chooser
 from ddtree.speculation.params import SamplingParams
+from ddtree.speculation.protocols import Lengths, Proposal
 from ddtree.training.acceptance import Acceptance, measure_example, offer, rank_tokens
 from ddtree.training.checkpoint import latest, read_state
 from ddtree.training.edges import CANDIDATES, edge_loss
-from ddtree.training.loss import Labels, decay_weights
-from ddtree.training.start import new_drafter, new_edges
+from ddtree.training.loss import Labels, decay_weights, loss_total
+from ddtree.training.parallel import Group
+from ddtree.training.start import load_edge_weights, new_drafter, new_edges
 from ddtree.training.trainer import Trainer
+from ddtree.tree import edge_candidates
 from tests.checkpoints import drafter_config, write_drafter
 from tests.drafters import pieces, plain_forward, records_of, tokens_of
 from tests.toys import VOCABULARY, random_tokens, randomise, toy_drafter, toy_edges, toy_target
@@ -96,6 +100,31 @@ def test_the_chain_is_the_spine_of_every_tree(loaded):
     assert not torch.equal(chain.states_RDSK[:, :, :, 0], torch.zeros_like(chain.states_RDSK[:, :, :, 0]))
 
 
+@pytest.mark.parametrize(
+    ("temperature", "coupling", "sharpness"), [(0, 1.25, 1.0), (0.5, None, 2.0), (0.5, 1.25, 1.6)]
+)
+@torch.inference_mode()
+def test_edges_are_scaled_as_the_scores_that_they_correct(loaded, temperature, coupling, sharpness):
+    """By the temperature, and by the scale of coupled drafts; at least 16 candidates are rescored."""
+    target, drafter = loaded
+    params = SamplingParams(temperature=temperature, seed=2)
+    chooser = Chooser([params], VOCABULARY, target.ops, torch.device("cpu"), 8, coupling)
+    logits_RDV = torch.randn(1, 7, VOCABULARY, dtype=torch.float64)
+    state_RDh, anchors_R = torch.randn(1, 7, 24, dtype=torch.float64), torch.tensor([3])
+    lengths, history = Lengths(torch.tensor([9]), (9,)), chooser.begin([[1]])
+
+    def edges(tokens_RDK):
+        return drafter.edges(anchors_R, tokens_RDK, state_RDh)
+
+    base = chooser.candidates(Proposal(logits_RDV), history, lengths, EDGE_CANDIDATES)
+    tokens_RDK, log_probs_RDK = base.tokens_RDSK[:, :, 0], base.log_probs_RDSK[:, :, 0]
+    wanted = edge_candidates(tokens_RDK, log_probs_RDK, sharpness * edges(tokens_RDK))
+    for count in (1, EDGE_CANDIDATES):
+        found = chooser.candidates(Proposal(logits_RDV, edges), history, lengths, count)
+        assert torch.equal(found.tokens_RDSK, wanted.tokens_RDSK)
+        torch.testing.assert_close(found.log_probs_RDSK, wanted.log_probs_RDSK)
+
+
 def test_rounds_offline_are_the_engines(loaded):
     """Up to the last block's length before the end, where the engine drafts no deeper than it may emit."""
     target, drafter = loaded
@@ -154,7 +183,9 @@ def test_the_loss_is_what_rescoring_costs_the_labels(loaded):
     counted_AD = torch.arange(4) < torch.where(torch.arange(9) % 2 == 0, 4, 2)[:, None]
     anchors_A = torch.randint(VOCABULARY, (9,), generator=generator)
     labels = Labels(tokens_AD, counted_AD)
-    found = edge_loss(drafter.edges.net, drafter.vocabulary, hidden_AbH, anchors_A, labels, 2.0)
+    found = edge_loss(
+        drafter.edges.net, drafter.vocabulary, hidden_AbH, anchors_A, labels, 2.0, loss_total(counted_AD, 2.0)
+    )
     ranked = rank_tokens(drafter, hidden_AbH[:, 1:], CANDIDATES)
     weights_AD = decay_weights(counted_AD, 2.0)
     wanted = 0.0
@@ -210,6 +241,63 @@ def test_a_resumed_run_has_the_same_edges(tmp_path):
     again = Trainer(config, target, new_drafter(config, target), examples)
     again.resume(read_state(latest(tmp_path / "run")))
     assert [report.edge_loss for report in again.steps()] == losses[4:]
+
+
+def test_a_run_can_begin_with_the_edges_of_a_drafter(tmp_path):
+    target = toy_target("qwen3")
+    config = dataclasses.replace(CONFIG, edge_rank=8, edge_inner=16)
+    net = new_edges(config, target)
+    randomise(net, 3, 0.5)
+    save_edges(tmp_path, net)
+    fresh = new_edges(config, target)
+    load_edge_weights(fresh, tmp_path)
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, net.state_dict()[name].bfloat16().double())
+    with pytest.raises(ConfigError, match="has edges of edge_rank 8 and edge_inner 16; set them so"):
+        load_edge_weights(new_edges(dataclasses.replace(config, edge_rank=4), target), tmp_path)
+    load_edge_weights(fresh, tmp_path / "without")
+    assert torch.equal(fresh.mix.weight, net.mix.weight.bfloat16().double()), (
+        "a drafter without edges changes none"
+    )
+
+
+class Loud(Group):
+    """A group whose mean of anything is twice what this process brings."""
+
+    def average(self, value):
+        return 2 * value
+
+
+def test_edges_learn_from_some_blocks_by_the_groups_total(tmp_path):
+    """No more blocks than asked for, and their loss is divided by what the group says."""
+    target = toy_target("qwen3")
+    config = dataclasses.replace(CONFIG, edge_rank=8, edge_inner=16, edge_blocks=5)
+    examples, losses, blocks = write_examples(tmp_path / "data"), [], []
+
+    def watched(net, vocabulary, hidden_AbH, *arguments):
+        blocks.append(hidden_AbH.shape[0])
+        return edge_loss(net, vocabulary, hidden_AbH, *arguments)
+
+    for group in (Group(), Loud()):
+        trainer = Trainer(config, target, new_drafter(config, target), examples, group)
+        randomise(trainer.edges, 1, 0.5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ddtree.training.trainer.edge_loss", watched)
+            losses.append(float(trainer._backward(trainer._pack(0))[0][1]))
+    assert blocks == [5, 5]
+    assert losses[0] == pytest.approx(2 * losses[1])
+
+
+def test_a_drafter_learns_nothing_from_its_edges(tmp_path):
+    """Their gradient stops at the hidden states."""
+    hidden_AbH = torch.randn(3, 5, 24, dtype=torch.float64, requires_grad=True)
+    _, vocabulary = toy_drafter(toy_target("qwen3"))
+    labels = Labels(torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.bool))
+    net = toy_edges(vocabulary).net
+    loss = edge_loss(net, vocabulary, hidden_AbH, torch.tensor([1, 2, 3]), labels, 2.0, torch.tensor(1.0))
+    loss.backward()
+    assert hidden_AbH.grad is None
+    assert net.mix.weight.grad.abs().sum() > 0
 
 
 def test_a_net_starts_by_adding_nothing():

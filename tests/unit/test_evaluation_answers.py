@@ -11,7 +11,8 @@ from ddtree.engine.config import EngineConfig
 from ddtree.engine.engine import BatchEngine
 from ddtree.errors import StorageError
 from ddtree.evaluation import answers
-from ddtree.evaluation.answers import AnswerRequest, estimate_mib, fingerprint, make_answers
+from ddtree.evaluation.answers import AnswerRequest, estimate_mib, make_answers
+from ddtree.models.fingerprint import fingerprint
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.plan import PLAIN
 from tests.drafters import pieces, tokens_of

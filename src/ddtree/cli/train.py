@@ -13,7 +13,8 @@ from ddtree.cli.common import JSON_OPTION, cache_dir, notes, print_json
 
 if TYPE_CHECKING:
     from ddtree.training.examples import Examples
-    from ddtree.training.trainer import StepReport, Trainer, ValidationReport
+    from ddtree.training.reports import StepReport, ValidationReport
+    from ddtree.training.trainer import Trainer
 
 __all__ = ["train"]
 

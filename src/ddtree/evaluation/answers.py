@@ -18,14 +18,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ddtree.data.decode import decode_many
+from ddtree.models.fingerprint import fingerprint
 from ddtree.models.storage import storage_error
 from ddtree.models.target import TargetModel
 from ddtree.speculation.noise import choice_seed
 from ddtree.training.examples import write_shard
 
-__all__ = ["Answer", "AnswerRequest", "estimate_mib", "fingerprint", "make_answers"]
-
-SAMPLES = 512  # of each tensor, for the fingerprint
+__all__ = ["Answer", "AnswerRequest", "estimate_mib", "make_answers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +88,6 @@ def make_answers(
     except OSError as error:
         raise storage_error(error, folder, "", "--answers") from error
     return found
-
-
-def fingerprint(target: TargetModel) -> str:
-    """A hash of the target's shape and of samples of all its tensors: other weights are another target."""
-    digest = hashlib.sha256(repr(target.spec).encode())
-    for name, parameter in sorted(target.named_parameters()):
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(flat.numel() // SAMPLES, 1)]
-        digest.update(name.encode() + sample.double().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _key(target: TargetModel, request: AnswerRequest) -> str:

@@ -57,7 +57,7 @@ class TrainConfig:
     soft_temperature: float = 1.0  # of that distribution
     edge_rank: int = 0  # rank of the edge correction; 0: none
     edge_inner: int = 256  # width of its net
-    edge_blocks: int = 512  # blocks of a step that it learns from
+    edge_blocks: int = 512  # blocks of a pack that it learns from, at most
     seed: int = 0
     # machine
     device: str = "auto"

@@ -20,11 +20,18 @@ CANDIDATES = 32  # of a position that are rescored; an answer outside them keeps
 
 
 def edge_loss(
-    net: EdgeNet, vocabulary: DraftVocabulary, hidden_AbH: Tensor, anchors_A: Tensor, labels: Labels, gamma: float
+    net: EdgeNet,
+    vocabulary: DraftVocabulary,
+    hidden_AbH: Tensor,
+    anchors_A: Tensor,
+    labels: Labels,
+    gamma: float,
+    total: Tensor,
 ) -> Tensor:
     """By how much rescoring makes the labels less likely, in nats, weighted and averaged; below 0 once it helps.
 
-    hidden_AbH: the drafter's hidden states of A whole blocks. anchors_A: the anchors' tokens. float32 scalar.
+    hidden_AbH: the drafter's hidden states of A whole blocks. anchors_A: the anchors' tokens. total: what the
+    weighted sum is divided by, see `loss_total`. float32 scalar.
     """
     state_ADH = hidden_AbH[:, 1:].detach()
     with torch.no_grad():
@@ -41,4 +48,4 @@ def edge_loss(
     hit_ADK = tokens_ADK == labels.tokens_AD[..., None]
     change_AD = change_AD - torch.where(hit_ADK, edges_ADK, 0.0).sum(-1)
     weights_AD = decay_weights(labels.counted_AD, gamma)
-    return (change_AD * weights_AD).sum() / weights_AD.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return (change_AD * weights_AD).sum() / total

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import ConfigError, StorageError
+from ddtree.models.fingerprint import fingerprint
 from ddtree.models.storage import megabytes, writing
+from ddtree.models.target import TargetModel
 from ddtree.training.examples import Examples
 
-__all__ = ["FeatureStore", "fingerprint", "on_device", "on_disk"]
+__all__ = ["FeatureStore", "feature_key", "on_device", "on_disk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,10 @@ def on_disk(folder: Path, key: str, tokens: int, examples: int, width: int, dtyp
     return FeatureStore(rows.view(tokens, width), captured_E)
 
 
-def fingerprint(weight: Tensor, layer_ids: tuple[int, ...], examples: Examples, extra: str) -> str:
-    """A key of the target (by one of its weights), the layers, and every token of the examples."""
-    digest = hashlib.blake2b(repr((layer_ids, extra)).encode(), digest_size=8)
-    digest.update(weight.detach().float().cpu().numpy().tobytes())
+def feature_key(target: TargetModel, layer_ids: tuple[int, ...], with_hidden: bool, examples: Examples) -> str:
+    """A key of all that features depend on: target, its dtype, layers, and every token of the examples."""
+    what = (fingerprint(target), str(target.dtype), layer_ids, with_hidden)
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8)
     for tensor in (examples.tokens_T, examples.starts_E, examples.ends_E):
         digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()

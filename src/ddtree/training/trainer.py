@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +38,14 @@ from ddtree.training.checkpoint import (
 from ddtree.training.config import TrainConfig, check_resumable
 from ddtree.training.edges import edge_loss
 from ddtree.training.examples import Examples, Pack, pack_for_step, split_examples
-from ddtree.training.feature_store import FeatureStore, fingerprint, on_device, on_disk
+from ddtree.training.feature_store import FeatureStore, feature_key, on_device, on_disk
 from ddtree.training.loss import Labels, Objective, draft_loss, loss_total
 from ddtree.training.optimizer import learning_rate, make_optimizers, set_learning_rate
 from ddtree.training.parallel import Group
+from ddtree.training.reports import StepReport, ValidationReport
 from ddtree.training.start import new_edges
 
-__all__ = ["StepReport", "Trainer", "ValidationReport"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One step as logged: loss, the edges' own (0 without any), gradient norm, rate, blocks drafted, and top-1
-    accuracy of each position."""
-
-    step: int
-    loss: float
-    edge_loss: float
-    gradient_norm: float
-    rate: float
-    blocks: int
-    accuracy: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ValidationReport:
-    """Acceptance on held-out answers, teacher-forced: exact for greedy decoding."""
-
-    step: int
-    chain: Acceptance
-    tree: Acceptance
-    budget: int
+__all__ = ["Trainer"]
 
 
 class Trainer:
@@ -183,9 +160,7 @@ class Trainer:
         width = sum(feature_widths(target, layer_ids, with_hidden))
         tokens, count = self._training.token_count, len(self._training)
         if config.feature_cache_dir:
-            extra = f"{target.dtype} {with_hidden}"
-            weight = target.get_parameter(f"layers.{len(target.layers) - 1}.self_attn.o_proj.weight")
-            key = fingerprint(weight, layer_ids, self._training, extra)
+            key = feature_key(target, layer_ids, with_hidden, self._training)
             return on_disk(Path(config.feature_cache_dir), key, tokens, count, width, target.dtype)
         if config.feature_cache_gib > 0:
             return on_device(tokens, count, width, target.dtype, target.device, config.feature_cache_gib)
@@ -237,11 +212,12 @@ class Trainer:
         """The edges' own loss on some of the blocks, evenly spread; 0 without edges."""
         if self.edges is None:
             return hidden_Abh.new_zeros((), dtype=torch.float32)
-        some = slice(None, None, max(hidden_Abh.shape[0] // self.config.edge_blocks, 1))
+        some = slice(None, None, -(-hidden_Abh.shape[0] // self.config.edge_blocks))
         anchors_A = self._tokens_T[pack.source_T[pack.anchors_A[some]]]
         labels = Labels(labels.tokens_AD[some], labels.counted_AD[some])
         gamma = self._objective.gamma
-        return edge_loss(self.edges, self._vocabulary, hidden_Abh[some], anchors_A, labels, gamma)
+        total = self.group.average(loss_total(labels.counted_AD, gamma))
+        return edge_loss(self.edges, self._vocabulary, hidden_Abh[some], anchors_A, labels, gamma, total)
 
     def _report(self, parts: list[tuple[Tensor, Tensor, Tensor]], norm: Tensor) -> StepReport:
         """What a step did, over all processes. DivergedError when that is no longer a number."""
