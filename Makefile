@@ -29,6 +29,7 @@ test:
 test-sglang:
 	@$(PYTHON) scripts/setup_sglang_env.py $(SGLANG_VENV)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -W ignore tests/sglang
+	$(SGLANG_VENV)/bin/python -m pytest -W ignore tests/unit/test_exports.py -k sglang_plugin
 
 check:
 	@$(PYTHON) scripts/setup_env.py $(VENV) dev train server

@@ -201,6 +201,27 @@ def serving() -> str:
     return markdown(header, rows) + "\n" + told
 
 
+def edge_cost() -> str:
+    rows = []
+    for budget, found in result("edges")["budgets"].items():
+        more = found["edges_ms"] + found["rescore_ms"] + found["tree_ms"] - found["tree_without_ms"]
+        cells = (found["edges_ms"], found["rescore_ms"], found["tree_ms"], found["tree_without_ms"], more)
+        rows.append([budget, *(f"{cell:.2f}" for cell in cells)])
+    return markdown(
+        ("budget", "edges, ms", "rescoring, ms", "tree, ms", "tree without edges, ms", "more, ms"), rows
+    )
+
+
+def packing() -> str:
+    rows = []
+    for name, arm in result("packing")["arms"].items():
+        ratios = [arm["overall"], *arm["tasks"].values()]
+        cells = [f"{r['ratio']:.3f} [{r['interval'][0]:.3f}, {r['interval'][1]:.3f}]" for r in ratios]
+        rows.append([name, *cells])
+    tasks = next(iter(result("packing")["arms"].values()))["tasks"]
+    return markdown(("packed over bfloat16", "all", *(TASKS.get(task, task) for task in tasks)), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu_decode": cpu_decode,
     "acceptance": lambda: acceptance("acceptance"),
@@ -209,6 +230,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "ablation": ablation,
     "edges": edges,
+    "edge_cost": edge_cost,
+    "packing": packing,
     "serving": serving,
 }
 
