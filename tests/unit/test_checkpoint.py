@@ -20,6 +20,7 @@ from ddtree.errors import CheckpointError, ConfigError, StorageError
 from ddtree.models import save
 from ddtree.models.block import draft_hidden
 from ddtree.models.load import load_drafter
+from ddtree.models.parity import write_parity
 from ddtree.models.save import save_drafter
 from ddtree.ops import View
 from ddtree.speculation.params import SamplingParams
@@ -346,6 +347,17 @@ def test_the_checkpoint_is_the_model_in_bfloat16(learned):
         "state",
         "training.json",
     ]
+
+
+def test_the_proof_beside_a_checkpoint_is_that_of_the_weights_it_holds(tmp_path):
+    """Not of the masters, which rounding has moved: a loader that reads all right finds no difference."""
+    trainer = trained(tmp_path / "data", 1)
+    stored = load_file(trainer.save(tmp_path / "run") / "parity.safetensors")["logits"]
+    far = []
+    for model in (rounded(trainer.model), trainer.model):
+        write_parity(tmp_path, model, trainer._vocabulary)
+        far.append(float((load_file(tmp_path / "parity.safetensors")["logits"] - stored).abs().max()))
+    assert far[0] < 1e-5 < 1e-3 < far[1]
 
 
 @pytest.mark.parametrize("window", [0, 7])

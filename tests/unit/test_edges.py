@@ -178,7 +178,7 @@ def test_the_loss_is_what_rescoring_costs_the_labels(loaded):
     """Minus the gain in log-probability that `offer` gives the answer's token under its true parent."""
     _, drafter = loaded
     generator = torch.Generator().manual_seed(5)
-    hidden_AbH = torch.randn(9, 5, 24, dtype=torch.float64, generator=generator)
+    hidden_AbH = 0.2 * torch.randn(9, 5, 24, dtype=torch.float64, generator=generator)
     tokens_AD = torch.randint(VOCABULARY, (9, 4), generator=generator)
     counted_AD = torch.arange(4) < torch.where(torch.arange(9) % 2 == 0, 4, 2)[:, None]
     anchors_A = torch.randint(VOCABULARY, (9,), generator=generator)
@@ -187,6 +187,7 @@ def test_the_loss_is_what_rescoring_costs_the_labels(loaded):
         drafter.edges.net, drafter.vocabulary, hidden_AbH, anchors_A, labels, 2.0, loss_total(counted_AD, 2.0)
     )
     ranked = rank_tokens(drafter, hidden_AbH[:, 1:], CANDIDATES)
+    assert ranked[1].exp().sum(-1).max() < 0.9, "tokens that are not rescored weigh in the loss as well"
     weights_AD = decay_weights(counted_AD, 2.0)
     wanted = 0.0
     with torch.inference_mode():
