@@ -105,4 +105,4 @@ def toy_edges(vocabulary: DraftVocabulary, *, seed: int = 0, spread: float = 0.4
     """A random edge correction, strong enough to reorder candidates."""
     net = EdgeNet(vocabulary.embedding.shape[1], inner=16, rank=8).to(vocabulary.embedding.dtype)
     randomise(net, seed, spread)
-    return EdgeTables(net, vocabulary.embedding)
+    return EdgeTables(net, [vocabulary.embedding])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ddtree.errors import UnsupportedError
+from ddtree.models.edges import EdgeNet
 from ddtree.sglang_plugin.settings import Flags, resolve
 
 
@@ -64,11 +65,14 @@ class Records:
         return values
 
 
+@pytest.mark.parametrize("edged", [False, True])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_one_rank_decides(greedy: bool) -> None:
-    """Rank 1's logits differ in one token; without rank 0's word it would draft and accept something else."""
+def test_one_rank_decides(greedy: bool, edged: bool) -> None:
+    """Rank 1's hidden states, and with them its edges, differ, and its logits do in one token; without rank 0's
+    word it would draft and accept something else."""
     from ddtree.ops import select_ops
     from ddtree.sglang_plugin.choices import Chooser
+    from ddtree.sglang_plugin.edges import edge_tables
     from ddtree.sglang_plugin.head import DraftHead
     from ddtree.sglang_plugin.trees import plant
 
@@ -86,6 +90,10 @@ def test_one_rank_decides(greedy: bool) -> None:
         need_min_p_sampling=False,
         is_all_greedy=greedy,
     )
+    edges = None
+    if edged:
+        torch.manual_seed(3)
+        edges = edge_tables(EdgeNet(5, 4, 4), torch.randn(20, 5).__getitem__, 20)
     hidden = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
     logits = torch.randn(2 * 7, 20, generator=torch.Generator().manual_seed(2))
 
@@ -93,10 +101,11 @@ def test_one_rank_decides(greedy: bool) -> None:
         own = DraftHead(
             SimpleNamespace(weight=head.weight + skew), 20, alone, draft, select_ops(torch.device("cpu"))
         )
-        chooser = Chooser(own, 20, settings, sync, None, False)
+        chooser = Chooser(own, edges, 20, settings, sync, None, False)
         turn = chooser.turn(info, torch.tensor([1, 2]), torch.tensor([4, 9]))
-        tokens, log_probs = chooser.candidates(hidden * (1 + skew), 6, turn)
-        tree = plant(torch.tensor([3, 3]), tokens, log_probs, settings.plan, 7).tree
+        anchors = torch.tensor([3, 3])
+        candidates = chooser.candidates(anchors, hidden * (1 + skew), 6, turn)
+        tree = plant(anchors, candidates, settings.plan, 7).tree
         changed = logits.clone()
         changed[:, 5] += 100 * skew
         return tree.tokens_RN, chooser.choices(changed, tree, turn)

@@ -15,9 +15,10 @@ from ddtree.errors import CheckpointError, ConfigError
 from ddtree.models.edges import EDGES_FILE, EdgeNet, load_edges, save_edges
 from ddtree.models.load import LoadedDrafter, load_drafter
 from ddtree.models.save import save_drafter
-from ddtree.speculation.chooser import EDGE_CANDIDATES, Chooser
+from ddtree.speculation.chooser import Chooser
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.protocols import Lengths, Proposal
+from ddtree.speculation.rescoring import EDGE_CANDIDATES
 from ddtree.training.acceptance import Acceptance, measure_example, offer, rank_tokens
 from ddtree.training.checkpoint import latest, read_state
 from ddtree.training.edges import CANDIDATES, edge_loss

@@ -13,6 +13,7 @@ GIB = 2**30
 QWEN = Demand(
     weights=16 * GIB,
     drafter=GIB,
+    edges=0,
     kv_token=2 * 2 * 8 * 128 * (36 + 5),
     rows=32,
     horizon=15,

@@ -19,7 +19,7 @@ from ddtree.sglang_plugin.seeds import SeedTable, request_seed
 from ddtree.sglang_plugin.trees import child_links, plain_rows, plant
 from ddtree.speculation.noise import gumbel
 from ddtree.speculation.plan import fixed_plan
-from ddtree.tree import Accepted, DraftTree, accept, check_tree
+from ddtree.tree import Accepted, DraftTree, accept, check_tree, factorised_candidates
 
 OPS = select_ops(torch.device("cpu"))
 
@@ -28,7 +28,12 @@ def trees(sequences: int = 3, depth: int = 4, budget: int = 9, width: int = 12, 
     """Different random trees over a vocabulary of 40, with padding rows."""
     logits = torch.randn(sequences, depth, 40, generator=torch.Generator().manual_seed(seed)) * 3
     log_probs, tokens = logits.log_softmax(-1).topk(budget, dim=-1)
-    return plant(torch.arange(sequences), tokens, log_probs, fixed_plan("tree", depth + 1, budget), width).tree
+    return plant(
+        torch.arange(sequences),
+        factorised_candidates(tokens, log_probs),
+        fixed_plan("tree", depth + 1, budget),
+        width,
+    ).tree
 
 
 def view(
@@ -101,7 +106,9 @@ def test_a_broken_drafter_drafts_nothing() -> None:
     broken = shard_top(torch.full((2, 8), torch.nan), Shard(0, 8), 4, OPS)
     tokens, log_probs = merge_shards(broken.scores_MK[None], broken.tokens_MK[None], broken.norm_M[None], 4)
     assert (log_probs == -torch.inf).all()
-    drafted = plant(torch.tensor([7]), tokens[None], log_probs[None], fixed_plan("tree", 3, 4), 6)
+    drafted = plant(
+        torch.tensor([7]), factorised_candidates(tokens[None], log_probs[None]), fixed_plan("tree", 3, 4), 6
+    )
     assert drafted.tree.sizes_R.tolist() == [1]
 
 
@@ -109,7 +116,7 @@ def test_a_broken_drafter_drafts_nothing() -> None:
 def test_planted_rows_are_trees_of_the_graphs_width(mode: str) -> None:
     logits = torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(2)) * 3
     log_probs, tokens = logits.log_softmax(-1).topk(9, dim=-1)
-    drafted = plant(torch.tensor([1, 2]), tokens, log_probs, fixed_plan(mode, 5, 9), 20)
+    drafted = plant(torch.tensor([1, 2]), factorised_candidates(tokens, log_probs), fixed_plan(mode, 5, 9), 20)
     check_tree(drafted.tree)
     assert drafted.tree.rows == 20
     if mode == "shadow":
@@ -183,7 +190,9 @@ def test_draws_are_a_function_of_seed_and_position_alone() -> None:
     log_probs, tokens = (
         torch.rand(2, 3, vocabulary, generator=torch.Generator().manual_seed(8)).log_softmax(-1).topk(9, dim=-1)
     )
-    tree = plant(torch.tensor([1, 2]), tokens, log_probs, fixed_plan("tree", 4, 120), 121).tree
+    tree = plant(
+        torch.tensor([1, 2]), factorised_candidates(tokens, log_probs), fixed_plan("tree", 4, 120), 121
+    ).tree
     logits_RNV = table[tree.tokens_RN]  # a target whose next token depends on the last one alone
     draw = keyed_draw(settings, seeds)
     accepted = accept(tree, walk_choices(tree, logits_RNV, prefix, draw))
@@ -211,7 +220,9 @@ def test_sampled_tokens_follow_the_target_whatever_was_drafted() -> None:
     seeds = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(7))
     tokens = torch.tensor([4, 2, 0]).expand(count, 1, 3)
     log_probs = torch.tensor([-0.01, -5.0, -6.0]).expand(count, 1, 3)
-    tree = plant(torch.ones(count, dtype=torch.int64), tokens, log_probs, fixed_plan("tree", 2, 3), 4).tree
+    tree = plant(
+        torch.ones(count, dtype=torch.int64), factorised_candidates(tokens, log_probs), fixed_plan("tree", 2, 3), 4
+    ).tree
     choices = walk_choices(
         tree, table[tree.tokens_RN], torch.zeros(count, dtype=torch.int64), keyed_draw(settings, seeds)
     )

@@ -19,10 +19,10 @@ from ddtree.evaluation.arms import Arm, Round
 from ddtree.evaluation.calibration import Calibration, no_calibration
 from ddtree.models.load import LoadedDrafter
 from ddtree.models.target import TargetModel
-from ddtree.speculation.chooser import EDGE_CANDIDATES
 from ddtree.speculation.noise import gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.processors import draft_scores, row_params
+from ddtree.speculation.rescoring import EDGE_CANDIDATES
 from ddtree.training.acceptance import hidden_after, labels_after, offer, sharing, steps_by_budget
 from ddtree.training.capture import causal_attend
 from ddtree.tree import Candidates

@@ -8,6 +8,7 @@ embedding. It lies in `edges.safetensors` beside a checkpoint; without that file
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -33,6 +34,11 @@ class EdgeNet(nn.Module):
         self.mix = nn.Linear(inner, rank, bias=False)
         self.child = nn.Linear(hidden, rank, bias=False)
 
+    @property
+    def table_width(self) -> int:
+        """Numbers that `EdgeTables` keeps for each token."""
+        return self.mix.in_features + self.mix.out_features
+
     def forward(self, parent_RDPh: Tensor, state_RDh: Tensor, child_RDKh: Tensor) -> Tensor:
         """e for each parent and child of D positions. embeddings come as they are; states are the drafter's hidden
         states, after its final norm. [R, D, P, K]."""
@@ -43,12 +49,16 @@ class EdgeNet(nn.Module):
 class EdgeTables:
     """An EdgeNet ready to draft with: what depends on a token alone is computed once, for the whole vocabulary."""
 
-    def __init__(self, net: EdgeNet, embedding_Vh: Tensor) -> None:
+    def __init__(self, net: EdgeNet, embedding: Iterable[Tensor]) -> None:
+        """embedding: the tokens' rows in the order of their ids, in one part or in several, [., h] each."""
         self.net = net
+        parents, children = [], []
         with torch.inference_mode():
-            even_Vh = _even(embedding_Vh).to(net.mix.weight.dtype)
-            self._parents_Vi = net.parent(even_Vh)
-            self._children_Vr = net.child(even_Vh)
+            for part_Th in embedding:
+                even_Th = _even(part_Th).to(net.mix.weight.dtype)
+                parents.append(net.parent(even_Th))
+                children.append(net.child(even_Th))
+            self._parents_Vi, self._children_Vr = torch.cat(parents), torch.cat(children)
 
     def __call__(self, anchors_R: Tensor, tokens_RDK: Tensor, state_RDh: Tensor) -> Tensor:
         """e(i, j) of candidate i of depth d - 1 and candidate j of depth d; before depth 0 stands the anchor.

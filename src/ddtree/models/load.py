@@ -61,7 +61,7 @@ def load_drafter(
     vocabulary = _vocabulary(spec, tensors, target, dtype, folder)
     assign(model, tensors, dtype, str(folder))
     net = load_edges(folder, spec.decoder.hidden, dtype, target.device)
-    edges = EdgeTables(net, vocabulary.embedding[: target.spec.vocab_size]) if net is not None else None
+    edges = EdgeTables(net, [vocabulary.embedding[: target.spec.vocab_size]]) if net is not None else None
     drafter = LoadedDrafter(model.to(target.device).eval(), vocabulary, edges)
     check_parity(folder, drafter.model, drafter.vocabulary)
     return drafter

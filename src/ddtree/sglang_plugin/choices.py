@@ -15,13 +15,15 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 from torch import Tensor
 
+from ddtree.models.edges import EdgeTables
 from ddtree.sglang_plugin.head import DraftHead
 from ddtree.sglang_plugin.host_noise import host_draw, host_gumbel
-from ddtree.sglang_plugin.sampling import Draw, SamplingView, coupled, keyed_draw, view_of, walk_choices
+from ddtree.sglang_plugin.sampling import Draw, SamplingView, coupled, keyed_draw, sharpness, view_of, walk_choices
 from ddtree.sglang_plugin.settings import Settings
 from ddtree.sglang_plugin.trees import child_links
 from ddtree.speculation.noise import gumbel
-from ddtree.tree import DraftTree
+from ddtree.speculation.rescoring import edge_count, rescored
+from ddtree.tree import Candidates, DraftTree, factorised_candidates
 
 __all__ = ["Chooser", "Turn"]
 
@@ -45,11 +47,19 @@ class Chooser:
     """Knows the head, the vocabulary and the mode of sampling; holds no state of requests."""
 
     def __init__(
-        self, head: DraftHead, vocab_size: int, settings: Settings, sync: Any, sampler: Any, deterministic: bool
+        self,
+        head: DraftHead,
+        edges: EdgeTables | None,
+        vocab_size: int,
+        settings: Settings,
+        sync: Any,
+        sampler: Any,
+        deterministic: bool,
     ) -> None:
-        """sync: SGLang's broadcast of speculative decisions. sampler: the target's. deterministic: SGLang's
-        mode."""
+        """edges: the drafter's edge correction, where it has one. sync: SGLang's broadcast of speculative
+        decisions. sampler: the target's. deterministic: SGLang's mode."""
         self._head = head
+        self._edges = edges
         self._vocab_size = vocab_size
         self._coupling = settings.coupling
         self._sync = sync
@@ -63,8 +73,18 @@ class Chooser:
             return Turn(view, info.sampling_seed, prefix_R, host_draw(self._sampler, info, view))
         return Turn(view, seeds_R, prefix_R, keyed_draw(view, seeds_R))
 
-    def candidates(self, hidden_RDh: Tensor, count: int, turn: Turn) -> tuple[Tensor, Tensor]:
-        """The best tokens of each drafted position and their log-probabilities, [R, D, K] each, descending."""
+    def candidates(self, anchors_R: Tensor, hidden_RDh: Tensor, count: int, turn: Turn) -> Candidates:
+        """The `count` best tokens of each drafted position, a few more where edges may raise them."""
+        if self._edges is None:
+            return factorised_candidates(*self._ranked(hidden_RDh, count, turn))
+        tokens_RDK, scores_RDK = self._ranked(hidden_RDh, edge_count(count), turn)
+        edges_RDKK = self._edges(anchors_R, tokens_RDK, hidden_RDh).contiguous()
+        # Hidden states are all-reduced, so other ranks' edges may differ from these in the last bit.
+        self._sync.sync(turn.sync_site, edges_RDKK)
+        return rescored(tokens_RDK, scores_RDK, edges_RDKK, sharpness(turn.view, self._scale(turn)))
+
+    def _ranked(self, hidden_RDh: Tensor, count: int, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Rank 0's best tokens of each position by themselves and their scores, [R, D, K] each, descending."""
         sequences, depth, _ = hidden_RDh.shape
         if turn.view.all_greedy:
             ranked = self._head.ranked(hidden_RDh.flatten(0, 1), count, None)
@@ -126,9 +146,13 @@ class Chooser:
 
         return self._head.ranked(hidden_Rh, count, adjust)
 
+    def _scale(self, turn: Turn) -> float | None:
+        """The scale of coupled drafting, None in a round whose drafts go without noise."""
+        return None if self._deterministic and turn.view.filters else self._coupling
+
     def _noise(self, positions_R: Tensor, turn: Turn) -> Tensor | None:
         """The noise that the target will be judged with, for this rank's tokens; None where drafts go without."""
-        if self._coupling is None or (self._deterministic and turn.view.filters):
+        if self._scale(turn) is None:
             return None
         if self._deterministic:
             noise_RV = host_gumbel(turn.seeds_R, positions_R, self._vocab_size)

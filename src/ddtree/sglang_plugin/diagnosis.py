@@ -38,6 +38,7 @@ def table(plan: Plan) -> Sequence[tuple[str, int]]:
     return (
         ("target weights", plan.weights),
         ("drafter weights", plan.drafter),
+        ("tables of the drafter's edge correction", plan.edges),
         ("KV pool, target and drafter", plan.kv),
         ("logits of all rows", plan.logits),
         ("index tables of captured graphs", plan.graph_indices),

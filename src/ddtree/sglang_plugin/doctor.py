@@ -1,6 +1,7 @@
 """Looking at an installed SGLang and a launch command without starting anything.
 
-Checks go from the outside in, and each says what is wrong and the mend. Nothing is loaded but configurations.
+Checks go from the outside in, and each says what is wrong and the mend. Nothing is loaded but configurations and
+the drafter's edge correction, which is small.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddtree.errors import ConfigError, DDTreeError
+from ddtree.models.edges import EDGES_FILE, EdgeNet
 from ddtree.sglang_plugin import contract
 from ddtree.sglang_plugin.diagnosis import Diagnosis, Finding
 from ddtree.sglang_plugin.host import SUPPORTED
@@ -70,11 +74,13 @@ def examine(launch: str | None, plugins_variable: str | None, gpu_bytes: int | N
     findings.append(Finding("launch command", "ok", width))
     findings += [Finding("mode", "warning", notice) for notice in settings.notices]
     findings += _models(arguments)
+    edges = _edges(arguments, settings)
+    findings.append(_judge_edges(edges, settings))
     plan = None
     if gpu_bytes is None:
         findings.append(Finding("memory", "warning", "no GPU here to plan for; give --gpu-memory-gib"))
     else:
-        planned = _memory(arguments, settings, gpu_bytes)
+        planned = _memory(arguments, settings, edges, gpu_bytes)
         if isinstance(planned, Finding):
             findings.append(planned)
         else:
@@ -179,7 +185,27 @@ def _capture(arguments: Any) -> Finding:
     )
 
 
-def _memory(arguments: Any, settings: Settings, gpu_bytes: int) -> Plan | Finding:
+def _edges(arguments: Any, settings: Settings) -> EdgeNet | None:
+    """The edge correction that a server would draft with, which `settle` has found to be whole."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    from ddtree.sglang_plugin.edges import draft_edges
+
+    if not settings.plan.capabilities.drafts_blocks:
+        return None
+    hidden = int(model_config_of(arguments).hf_text_config.hidden_size)
+    return draft_edges(arguments, hidden, torch.float32, torch.device("cpu"))
+
+
+def _judge_edges(edges: EdgeNet | None, settings: Settings) -> Finding:
+    if edges is not None:
+        return Finding("edges", "ok", f"{EDGES_FILE} beside the drafter is used: candidates are rescored by it")
+    drafts = settings.plan.capabilities.drafts_blocks
+    reason = f"no {EDGES_FILE} beside the drafter" if drafts else "this mode drafts nothing"
+    return Finding("edges", "ok", f"not used: {reason}")
+
+
+def _memory(arguments: Any, settings: Settings, edges: EdgeNet | None, gpu_bytes: int) -> Plan | Finding:
     from sglang.srt.arg_groups.overrides import model_config_of
 
     from ddtree.sglang_plugin.launch import draft_hf_config
@@ -199,6 +225,7 @@ def _memory(arguments: Any, settings: Settings, gpu_bytes: int) -> Plan | Findin
     demand = Demand(
         weights=(sizes[0] or 0) // ranks,
         drafter=(sizes[1] or 0) // ranks,
+        edges=0 if edges is None else edges.table_width * int(target.vocab_size) * _number(arguments),
         kv_token=cells * number,
         rows=settings.width,
         horizon=settings.plan.horizon,
@@ -210,6 +237,13 @@ def _memory(arguments: Any, settings: Settings, gpu_bytes: int) -> Plan | Findin
         graph_batch=_graph_batch(arguments),
     )
     return plan_memory(gpu_bytes, demand)
+
+
+def _number(arguments: Any) -> int:
+    """Bytes of one of the models' numbers."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return int(model_config_of(arguments).dtype.itemsize)
 
 
 def _kv_cells(text: Any, ranks: int) -> int:

@@ -10,6 +10,7 @@ import json
 import logging
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -18,6 +19,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 
 from ddtree.errors import ConfigError, UnsupportedError
 from ddtree.sglang_plugin.backends import require_tree_backend
+from ddtree.sglang_plugin.edges import draft_edges
 from ddtree.sglang_plugin.flags import flags_of
 from ddtree.sglang_plugin.host import SUPPORTED
 from ddtree.sglang_plugin.settings import Settings, resolve
@@ -57,6 +59,8 @@ def settle(server_args: Any) -> Settings:
     if settings.plan.capabilities.verifies_trees:
         require_tree_backend(target_backend)
         refuse_windows(bool(target.is_hybrid_swa))
+    # Before SGLang loads it among the drafter's weights, with an error that names neither file nor mend.
+    draft_edges(server_args, int(target.hf_text_config.hidden_size), torch.float32, torch.device("cpu"))
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
     server_args.speculative_dflash_block_size = settings.block_size

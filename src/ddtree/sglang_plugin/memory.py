@@ -21,13 +21,15 @@ SAFETY = 0.98  # of the GPU; the rest is lost to fragments
 class Demand:
     """What a launch asks of one GPU.
 
-    weights, drafter: bytes of both models. kv_token: bytes of one token in target and drafter together. rows: rows
-    verified for each request. horizon: drafted depths. requests, context: `--max-running-requests` and
-    `--context-length`. graph_batch: the largest batch that graphs are captured for, 0 without graphs.
+    weights, drafter: bytes of both models. edges: bytes of the tables of the drafter's edge correction, 0 without.
+    kv_token: bytes of one token in target and drafter together. rows: rows verified for each request. horizon:
+    drafted depths. requests, context: `--max-running-requests` and `--context-length`. graph_batch: the largest
+    batch that graphs are captured for, 0 without graphs.
     """
 
     weights: int
     drafter: int
+    edges: int
     kv_token: int
     rows: int
     horizon: int
@@ -48,6 +50,7 @@ class Plan:
     total: int
     weights: int
     drafter: int
+    edges: int
     kv: int
     logits: int
     graph_indices: int
@@ -74,7 +77,7 @@ def plan_memory(total: int, demand: Demand) -> Plan:
     activations = RUNTIME + ACTIVATION_BYTES * demand.hidden * max(demand.prefill_chunk, batch * demand.rows)
     rest = logits + graph_indices + masks + activations
     static = max(int(total * SAFETY) - rest, 0)
-    kv = max(static - demand.weights - demand.drafter, 0)
+    kv = max(static - demand.weights - demand.drafter - demand.edges, 0)
     tokens = kv // demand.kv_token
     # A running request reserves two windows beyond its text.
     fitting = tokens // (demand.context + 2 * demand.rows)
@@ -82,6 +85,7 @@ def plan_memory(total: int, demand: Demand) -> Plan:
         total=total,
         weights=demand.weights,
         drafter=demand.drafter,
+        edges=demand.edges,
         kv=kv,
         logits=logits,
         graph_indices=graph_indices,

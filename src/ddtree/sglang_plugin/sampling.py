@@ -18,7 +18,16 @@ from torch import Tensor
 from ddtree.speculation.noise import gumbel
 from ddtree.tree import DraftTree
 
-__all__ = ["Draw", "SamplingView", "coupled", "filtered_log_probs", "keyed_draw", "view_of", "walk_choices"]
+__all__ = [
+    "Draw",
+    "SamplingView",
+    "coupled",
+    "filtered_log_probs",
+    "keyed_draw",
+    "sharpness",
+    "view_of",
+    "walk_choices",
+]
 
 # Logits of one row a request and the positions before the drawn tokens, to tokens. int64 [R].
 Draw = Callable[[Tensor, Tensor], Tensor]
@@ -83,6 +92,17 @@ def coupled(scores_RV: Tensor, noise_RV: Tensor | None, view: SamplingView, scal
         return heated_RV
     noisy_RV = (heated_RV + noise_RV.to(heated_RV.dtype)) / scale
     return torch.where(view.top_k_R1 <= 1, heated_RV, noisy_RV)
+
+
+def sharpness(view: SamplingView, scale: float | None) -> Tensor:
+    """What a log-probability of the drafter is multiplied by on its way into the score that trees are built from:
+    by nothing in an all-greedy batch, else as `coupled` has it. scale: None where no noise is added. [R]."""
+    heat_R1 = view.temperature_R1
+    if view.all_greedy:
+        return torch.ones_like(heat_R1)[:, 0]
+    if scale is None:
+        return 1 / heat_R1[:, 0]
+    return 1 / torch.where(view.top_k_R1 <= 1, heat_R1, heat_R1 * scale)[:, 0]
 
 
 def walk_choices(tree: DraftTree, logits_RNV: Tensor, prefix_R: Tensor, draw: Draw) -> Tensor:

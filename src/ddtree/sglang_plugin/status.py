@@ -17,8 +17,10 @@ ALARM_ROUNDS = 256  # rounds without one accepted draft, over all requests, that
 class Status:
     """Counts of one worker since it started."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, edges: bool = False) -> None:
+        """edges: whether drafts are rescored by the drafter's edge correction."""
         self._settings = settings
+        self._edges = edges
         self._accepted: Counter[int] = Counter()
         self._fruitless = 0
 
@@ -50,6 +52,7 @@ class Status:
             "budget": plan.budget if plan.capabilities.verifies_trees else None,
             "rows": self._settings.width,
             "coupling": self._settings.coupling,
+            "edges": self._edges,
             "hybrid_target": self._settings.hybrid,
             "notices": list(self._settings.notices),
             "rounds": rounds,

@@ -1,4 +1,4 @@
-"""From ranked candidates to the rows that are verified, all requests at once and on the device."""
+"""From candidates to the rows that are verified, all requests at once and on the device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from ddtree.speculation.plan import RoundPlan
 from ddtree.tree import (
     Accepted,
+    Candidates,
     DraftTree,
     accept,
+    best_chain,
     build_tree,
-    factorised_candidates,
     spine_nodes,
     spine_tree,
     with_spine,
@@ -44,12 +45,11 @@ def plain_rows(anchors_R: Tensor) -> Drafted:
     return Drafted(root, root.real_RN, root.real_RN)
 
 
-def plant(anchors_R: Tensor, tokens_RDK: Tensor, log_probs_RDK: Tensor, plan: RoundPlan, width: int) -> Drafted:
+def plant(anchors_R: Tensor, candidates: Candidates, plan: RoundPlan, width: int) -> Drafted:
     """Trees of a plan, padded to the width that graphs were captured for."""
     if not plan.capabilities.verifies_trees:
-        chain = _padded(spine_tree(anchors_R, tokens_RDK[..., 0], log_probs_RDK[..., 0]), width)
+        chain = _padded(spine_tree(anchors_R, *best_chain(candidates)), width)
         return Drafted(chain, chain.real_RN, chain.real_RN)
-    candidates = factorised_candidates(tokens_RDK, log_probs_RDK)
     tree = build_tree(candidates, anchors_R, plan.budget)
     if not plan.capabilities.commits_spine_only:
         tree = _padded(tree, width)

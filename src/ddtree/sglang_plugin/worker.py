@@ -22,11 +22,13 @@ from sglang.srt.speculative.spec_utils import spec_stage_span
 from torch import Tensor
 
 from ddtree.errors import UnsupportedError
+from ddtree.models.edges import EdgeTables
 from ddtree.ops import select_ops
 from ddtree.sglang_plugin.backends import mask_layout, require_tree_backend
 from ddtree.sglang_plugin.choices import Chooser
 from ddtree.sglang_plugin.commit import compact
 from ddtree.sglang_plugin.draft import BlockDrafter
+from ddtree.sglang_plugin.edges import draft_edges, edge_tables
 from ddtree.sglang_plugin.flags import flags_of
 from ddtree.sglang_plugin.head import DraftHead
 from ddtree.sglang_plugin.launch import refuse_windows
@@ -60,7 +62,8 @@ class DDTreeWorker(DFlashWorkerV2):
             super().__init__(server_args, gpu_id, nccl_port, target_worker)
         self.speculative_num_draft_tokens = self.settings.width
         self.model_runner.spec_algorithm.settings = self.settings
-        self.status = Status(self.settings)
+        edges = self._edge_tables()
+        self.status = Status(self.settings, edges is not None)
         self._features = self._feature_width()
         self._drafter = BlockDrafter(self, self.settings.block_size, int(self._mask_token_id))
         draft = parse_dflash_draft_config(draft_hf_config=self.draft_model_runner.model_config.hf_config)
@@ -73,6 +76,7 @@ class DDTreeWorker(DFlashWorkerV2):
         )
         self._chooser = Chooser(
             head,
+            edges,
             int(config.vocab_size),
             self.settings,
             self._tp_sync,
@@ -191,9 +195,9 @@ class DDTreeWorker(DFlashWorkerV2):
             hidden_RDh = self._drafter.hidden(batch, anchors_R, window)
         with spec_stage_span("ddtree.candidates"):
             count = plan.budget if plan.capabilities.verifies_trees else 1
-            tokens_RDK, log_probs_RDK = self._chooser.candidates(hidden_RDh, count, turn)
+            candidates = self._chooser.candidates(anchors_R, hidden_RDh, count, turn)
         with spec_stage_span("ddtree.tree"):
-            return plant(anchors_R, tokens_RDK, log_probs_RDK, plan, self.settings.width)
+            return plant(anchors_R, candidates, plan, self.settings.width)
 
     def _choices(
         self, batch: Any, drafted: Drafted, verified: Verified, turn: Any, grammar: Any, grammar_barrier: Any
@@ -258,6 +262,20 @@ class DDTreeWorker(DFlashWorkerV2):
             routed_experts_output=result.routed_experts_output,
             indexer_topk_output=result.indexer_topk_output,
         )
+
+    def _edge_tables(self) -> EdgeTables | None:
+        """The drafter's edge correction, where it has one and the mode drafts. CheckpointError when it does not
+        fit."""
+        if not self.settings.plan.capabilities.drafts_blocks:
+            return None
+        target = self.model_runner.model_config
+        net = draft_edges(
+            self.server_args, int(target.hidden_size), self.draft_model_runner.dtype, torch.device(self.device)
+        )
+        if net is None:
+            return None
+        logger.info("DDTREE: the drafter's edge correction is used")
+        return edge_tables(net, self.embedding, int(target.vocab_size))
 
     def _feature_width(self) -> int:
         """Width of the captured features. UnsupportedError when the target captures none of the drafter's

@@ -27,12 +27,10 @@ from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.penalties import TokenCounts, count_tokens, node_paths
 from ddtree.speculation.processors import RowParams, draft_scores, row_params, target_scores
 from ddtree.speculation.protocols import Lengths, Proposal
-from ddtree.tree import Accepted, Candidates, DraftTree, accept, edge_candidates, factorised_candidates
+from ddtree.speculation.rescoring import edge_count, rescored
+from ddtree.tree import Accepted, Candidates, DraftTree, accept, factorised_candidates
 
-__all__ = ["EDGE_CANDIDATES", "ChoiceError", "Chooser"]
-
-# Candidates of a position that edges choose among, even where only one is drafted.
-EDGE_CANDIDATES = 16
+__all__ = ["ChoiceError", "Chooser"]
 
 
 class ChoiceError(Exception):
@@ -154,10 +152,8 @@ class Chooser:
         """
         if proposal.edges is None:
             return factorised_candidates(*self._ranked(proposal.logits_RDV, history, lengths, count))
-        count = max(count, EDGE_CANDIDATES)
-        tokens_RDK, log_probs_RDK = self._ranked(proposal.logits_RDV, history, lengths, count)
-        edges_RDKK = proposal.edges(tokens_RDK) * self._sharpness_R[:, None, None, None]
-        return edge_candidates(tokens_RDK, log_probs_RDK, edges_RDKK)
+        tokens_RDK, scores_RDK = self._ranked(proposal.logits_RDV, history, lengths, edge_count(count))
+        return rescored(tokens_RDK, scores_RDK, proposal.edges(tokens_RDK), self._sharpness_R)
 
     def _ranked(self, logits_RDV: Tensor, history: History, lengths: Lengths, count: int) -> tuple[Tensor, Tensor]:
         """The best tokens of each position by themselves and their log-probabilities, [R, D, K], descending."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ddtree.models.block import draft_along
 from ddtree.models.load import LoadedDrafter
 from ddtree.ops import reference_ops
-from ddtree.speculation.chooser import EDGE_CANDIDATES
+from ddtree.speculation.rescoring import EDGE_CANDIDATES
 from ddtree.tree import (
     Candidates,
     DraftTree,

@@ -121,7 +121,7 @@ class Trainer:
         """Acceptance of chain and tree on the held-out examples, shared out among the processes."""
         budget = self.config.budget
         found = {None: Acceptance(0, 0), budget: Acceptance(0, 0)}
-        tables = None if self.edges is None else EdgeTables(self.edges, self._vocabulary.embedding)
+        tables = None if self.edges is None else EdgeTables(self.edges, [self._vocabulary.embedding])
         with self._arithmetic():
             for index in range(self.group.rank, len(self._held_out), self.group.size):
                 for key, value in self._measure(index, (None, budget), tables).items():

@@ -105,10 +105,11 @@ def _spoil(folder: Path) -> None:
 
 def _foresee(folder: Path) -> None:
     """Proposals from `oracle.json`: for each known prompt, logits of some tokens at each position after it."""
+    from ddtree.models.edges import EdgeTables
     from ddtree.sglang_plugin.draft import BlockDrafter
     from ddtree.sglang_plugin.head import DraftHead
 
-    hidden, logits = BlockDrafter.hidden, DraftHead._logits
+    hidden, logits, edges = BlockDrafter.hidden, DraftHead._logits, EdgeTables.__call__
 
     def foreseen(self: Any, batch: Any, anchors_R: Any, window: Any) -> Any:
         drafted = hidden(self, batch, anchors_R, window)  # the real drafter runs all the same
@@ -129,10 +130,13 @@ def _foresee(folder: Path) -> None:
             for depth, step in enumerate(steps[first : first + wanted.shape[1]]):
                 for token, logit in step:
                     wanted[r, depth, token] = logit
-        return wanted
+        return torch.cat([wanted, drafted.float()], dim=-1)  # the real states stay: edges read them
 
     def as_given(self: Any, hidden_Mh: Any) -> Any:
-        given = self.shard.size == hidden_Mh.shape[-1]
-        return hidden_Mh.float() if given else logits(self, hidden_Mh)
+        given = hidden_Mh.shape[-1] > self._head.weight.shape[-1]
+        return hidden_Mh[:, : self.shard.size].float() if given else logits(self, hidden_Mh)
 
-    BlockDrafter.hidden, DraftHead._logits = foreseen, as_given
+    def of_real_states(self: Any, anchors_R: Any, tokens_RDK: Any, state_RDh: Any) -> Any:
+        return edges(self, anchors_R, tokens_RDK, state_RDh[..., -self.net.state.in_features :])
+
+    BlockDrafter.hidden, DraftHead._logits, EdgeTables.__call__ = foreseen, as_given, of_real_states
