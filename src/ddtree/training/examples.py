@@ -201,8 +201,10 @@ def pack_for_step(
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without waiting for what the device is doing."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    """A tensor on a device; from the host without waiting for what the device is doing."""
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def stable_seed(*parts: int) -> int:
