@@ -44,7 +44,8 @@ class Drawn:
 
     @property
     def interval(self) -> Interval:
-        low, high = np.percentile(self.draws, [2.5, 97.5])
+        # Samples without a single round say nothing and are passed over.
+        low, high = np.nanpercentile(self.draws, [2.5, 97.5])
         return Interval(self.value, float(low), float(high))
 
     @property
@@ -81,6 +82,9 @@ def choose(costs: Sequence[Mapping[str, Any]], acceptance: Mapping[str, Mapping[
         scores[name] = _geometric(means)
         known = costs[0]["drafters"][name]
         drafters[name] = {key: known[key] for key in ("layers", "parameters", "block_size", "edges", "weights")}
+        drafters[name]["acceptance"] = {
+            key: acceptance[name].get(key) for key in ("drafter", "method", "dtype", "device")
+        }
         drafters[name]["devices"] = {device: document for device, (document, _) in found.items()}
         drafters[name]["score"] = scores[name].document
     first = next(iter(acceptance.values()))
@@ -105,29 +109,24 @@ def choose(costs: Sequence[Mapping[str, Any]], acceptance: Mapping[str, Mapping[
 
 def _check_costs(costs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The modes that all files have figures of, when the files belong together."""
-    first = costs[0]
+    first, seen = costs[0], set[str]()
     arms = list(next(iter(first["drafters"].values()))["arms"])
-    seen: set[str] = set()
     for cost in costs:
         device = cost["device"]
         if device in seen:
             raise ConfigError(f"two cost files are of {device}, which would count twice; give one for each device")
         seen.add(device)
-        _same(
-            "model", {first["device"]: first["model"], device: cost["model"]}, "measure both with the same --model"
-        )
-        _same_names("cost files", first["device"], first["drafters"], device, cost["drafters"], "--drafter")
+
+        def same(what: str, a: Any, b: Any, mend: str, device: str = device) -> None:
+            _same(what, {first["device"]: a, device: b}, mend)
+
+        same("model", first["model"], cost["model"], "measure both with the same --model")
+        _same_names(first["device"], first["drafters"], device, cost["drafters"])
         for name, found in cost["drafters"].items():
-            _same(
-                f"budgets of {name}",
-                {first["device"]: ", ".join(arms), device: ", ".join(found["arms"])},
-                "measure both with the same --budget",
-            )
-            _same(
-                f"weights of {name}",
-                {first["device"]: first["drafters"][name]["weights"], device: found["weights"]},
-                "measure the same checkpoint on both",
-            )
+            mend = "measure both with the same --budget"
+            same(f"modes of {name}", ", ".join(arms), ", ".join(found["arms"]), mend)
+            mend = "measure the same checkpoint on both"
+            same(f"weights of {name}", first["drafters"][name]["weights"], found["weights"], mend)
     return arms
 
 
@@ -135,44 +134,51 @@ def _check_acceptance(
     cost: Mapping[str, Any], acceptance: Mapping[str, Mapping[str, Any]], arms: Sequence[str]
 ) -> list[str]:
     """Modes that were measured and have no cost, when the documents belong together and to the costs."""
-    _same_names("files", "--cost", cost["drafters"], "--acceptance", acceptance, "NAME=...")
+    _same_names("--cost", cost["drafters"], "--acceptance", acceptance)
     first_name, first = next(iter(acceptance.items()))
     more: dict[str, None] = {}
     for name, document in acceptance.items():
+        here = f"--acceptance {name}"
         mend = "measure with the same --model"
-        _same("model", {"--cost": cost["model"], f"--acceptance {name}": document["model"]}, mend)
-        if document["temperature"] != 0:
+        _same("model", {"--cost": cost["model"], here: document.get("model")}, mend)
+        block_size = cost["drafters"][name]["block_size"]
+        mend = "give each name the file of its own drafter"
+        _same(f"block size of {name}", {"--cost": block_size, here: document.get("block_size")}, mend)
+        if document.get("temperature") != 0:
             raise ConfigError(
-                f"--acceptance {name} is of temperature {document['temperature']:g}, but rounds are timed greedy; "
-                "measure with --temperature 0"
+                f"{here} is of temperature {document.get('temperature')}, but rounds are timed greedy; measure "
+                "with --temperature 0"
             )
-        blocks = {"--cost": cost["drafters"][name]["block_size"], f"--acceptance {name}": document["block_size"]}
-        _same(f"block size of {name}", blocks, "the names may be mixed up: give each file its own drafter's")
         for key in PAIRED:
-            _same(key, {first_name: first[key], name: document[key]}, "measure all drafters in the same way")
+            values = {first_name: first.get(key), name: document.get(key)}
+            _same(key, values, "measure all drafters in the same way")
         tasks = {first_name: ", ".join(first["tasks"]), name: ", ".join(document["tasks"])}
         _same("tasks", tasks, "measure all drafters on the same tasks in the same order")
         for task, found in document["tasks"].items():
             hashes = {first_name: first["tasks"][task]["prompt_hash"], name: found["prompt_hash"]}
             _same(f"rendered prompts of {task}", hashes, "measure all drafters on the same prompts and --limit")
-            missing = [arm for arm in arms if arm not in found]
-            if missing:
-                raise ConfigError(
-                    f"--acceptance {name} has no {', '.join(missing)} on {task}, which --cost has; measure it "
-                    f"with ddtree eval --budget {_budgets(arms)}"
-                )
-            empty = [arm for arm in arms if not sum(rounds for _, rounds in found[arm]["per_prompt"])]
-            if empty:
-                raise DataError(
-                    f"--acceptance {name}: no answer to {task} took a round of {empty[0]}, so nothing can be "
-                    "expected of it; measure more prompts"
-                )
+            _check_arms(f"{here}, {task}", found, arms)
             more |= {arm: None for arm in found if arm.startswith("tree-") and arm not in arms}
     return list(more)
 
 
-def _budgets(arms: Sequence[str]) -> str:
-    return ",".join(arm.removeprefix("tree-") for arm in arms if arm.startswith("tree-"))
+def _check_arms(where: str, task: Mapping[str, Any], arms: Sequence[str]) -> None:
+    missing = [arm for arm in arms if arm not in task]
+    if missing:
+        budgets = ",".join(arm.removeprefix("tree-") for arm in arms if arm.startswith("tree-"))
+        raise ConfigError(
+            f"{where}: no {', '.join(missing)}, which --cost has; measure with ddtree eval --budget {budgets}, or "
+            "time other budgets"
+        )
+    for arm in arms:
+        pairs = task[arm].get("per_prompt")
+        if not pairs:
+            raise DataError(
+                f"{where}: {arm} holds no figures of single prompts, without which drafters cannot be compared in "
+                "pairs; measure anew with ddtree eval"
+            )
+        if not sum(rounds for _, rounds in pairs):
+            raise DataError(f"{where}: no answer took a round of {arm}; measure more prompts, or longer answers")
 
 
 def _same(what: str, values: Mapping[str, Any], mend: str) -> None:
@@ -181,15 +187,13 @@ def _same(what: str, values: Mapping[str, Any], mend: str) -> None:
         raise ConfigError(f"{what}: {told} cannot be put together; {mend}")
 
 
-def _same_names(
-    what: str, a: str, a_names: Mapping[str, Any], b: str, b_names: Mapping[str, Any], option: str
-) -> None:
+def _same_names(a: str, a_names: Mapping[str, Any], b: str, b_names: Mapping[str, Any]) -> None:
     for one, names, other, others in ((a, a_names, b, b_names), (b, b_names, a, a_names)):
         alone = [name for name in names if name not in others]
         if alone:
             raise ConfigError(
-                f"{what}: {', '.join(alone)} is in {one} but not in {other}, which has {', '.join(others)}; "
-                f"name the same drafters in both ({option})"
+                f"drafters: {', '.join(alone)} is in {one} but not in {other}, which has {', '.join(others)}; "
+                "name the same drafters in both"
             )
 
 
@@ -205,8 +209,7 @@ def _accepted(
             weights, whole = resamples(prompts, seed=number), np.ones((1, prompts))
             found[name][task] = {PLAIN: _one()} | {
                 arm: Drawn(float(totals(pairs, whole)[0]), totals(pairs, weights))
-                for arm in arms
-                if (pairs := here[arm]["per_prompt"])
+                for arm, pairs in ((arm, here[arm]["per_prompt"]) for arm in arms)
             }
     return found
 
@@ -277,9 +280,10 @@ def _verdict(scores: Mapping[str, Drawn], devices: Sequence[str]) -> dict[str, A
 
 
 def _geometric(figures: Sequence[Drawn]) -> Drawn:
+    root = 1 / len(figures)
     return Drawn(
-        float(np.exp(np.mean(np.log([one.value for one in figures])))),
-        np.exp(np.mean(np.log([one.draws for one in figures]), axis=0)),
+        float(np.prod([one.value for one in figures]) ** root),
+        np.prod([one.draws for one in figures], axis=0) ** root,
     )
 
 
