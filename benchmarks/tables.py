@@ -222,6 +222,27 @@ def packing() -> str:
     return markdown(("packed over bfloat16", "all", *(TASKS.get(task, task) for task in tasks)), rows)
 
 
+def drafter_choice() -> str:
+    """Each task's best mode and its speed-up over plain decode, and their mean, by drafter and device."""
+    report = result("drafter_choice")
+    rows = []
+    for name, drafter in report["drafters"].items():
+        about = f"{name} ({drafter['layers']} layers, {drafter['parameters'] / 1e6:.1f} M)"
+        for device, found in drafter["devices"].items():
+            cells = [
+                f"{task['best']}, {speed_up_cell(task['arms'][task['best']]['speed_up'])}"
+                for task in found["tasks"].values()
+            ]
+            rows.append([f"{about}, {device}", *cells, speed_up_cell(found["mean"]["speed_up"])])
+    table = markdown(("drafter", *(TASKS.get(task, task) for task in report["tasks"]), "mean"), rows)
+    hardware = "; ".join(f"{device}: {d['hardware']}, {d['dtype']}" for device, d in report["devices"].items())
+    return f"{table}\n{hardware}. {report['verdict']['words']}.\n"
+
+
+def speed_up_cell(figure: dict[str, float]) -> str:
+    return f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cpu_decode": cpu_decode,
     "acceptance": lambda: acceptance("acceptance"),
@@ -232,6 +253,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "edges": edges,
     "edge_cost": edge_cost,
     "packing": packing,
+    "drafter_choice": drafter_choice,
     "serving": serving,
 }
 
