@@ -9,7 +9,7 @@ import torch
 
 from ddtree.errors import ConfigError, StorageError
 from ddtree.training.capture import Features, causal_attend, feature_widths
-from ddtree.training.examples import load_examples, pack_for_step, write_shard
+from ddtree.training.examples import load_examples, pack_for_step, send, write_shard
 from ddtree.training.feature_store import feature_key, on_device, on_disk
 from ddtree.training.start import new_drafter
 from ddtree.training.trainer import Trainer
@@ -96,3 +96,22 @@ def test_the_key_follows_target_layers_and_tokens(tmp_path):
     }
     assert len(keys) == 6
     assert feature_key(toy_target(), (0, 2), False, examples) in keys
+
+
+class Lodged:
+    """A tensor on a GPU, as far as `send` sees: torch refuses to pin one."""
+
+    device = torch.device("cuda")
+
+    def pin_memory(self):
+        raise RuntimeError("only dense CPU tensors can be pinned")
+
+    def to(self, device, non_blocking):
+        return self
+
+
+def test_what_lies_on_the_device_is_not_pinned():
+    lodged = Lodged()
+    assert send(lodged, torch.device("cuda")) is lodged
+    here = torch.arange(3)
+    assert torch.equal(send(here, torch.device("cpu")), here)
