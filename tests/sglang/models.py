@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from ddtree.models.edges import EdgeNet, save_edges
 
 VOCABULARY = 512
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
@@ -99,6 +103,24 @@ def write_drafter(folder: Path, block_size: int = 8, layer_ids: list[int] | None
     tensors |= {f"{name}.weight": torch.ones(size) for name, size in norms.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_edges(folder: Path, target: Path, texts: Sequence[Sequence[int]], gain: float = 6.0) -> None:
+    """An edge correction beside a drafter that knows some texts: `gain` for each pair of neighbours in them, next
+    to nothing for their other pairs."""
+    pairs = sorted({pair for text in texts for pair in itertools.pairwise(text)})
+    parents, children = (sorted({pair[i] for pair in pairs}) for i in (0, 1))
+    even_Vh = F.rms_norm(reference(target).get_input_embeddings().weight.detach(), (HIDDEN,))
+    net = EdgeNet(HIDDEN, len(parents), len(children))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        net.parent.weight.copy_(gain * torch.linalg.pinv(even_Vh[parents].T))
+        net.child.weight.copy_(torch.linalg.pinv(even_Vh[children].T))
+        net.state.weight.normal_(std=0.02)
+        net.mix.weight.zero_()
+        for parent, child in pairs:
+            net.mix.weight[children.index(child), parents.index(parent)] = 1.0
+    save_edges(folder, net)
 
 
 @lru_cache(maxsize=2)

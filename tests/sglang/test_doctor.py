@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ddtree.cli.main import main
+from ddtree.models.edges import EdgeNet, save_edges
 from ddtree.sglang_plugin import contract
 from ddtree.sglang_plugin.diagnosis import Diagnosis
 from ddtree.sglang_plugin.doctor import examine
@@ -55,6 +56,23 @@ def test_a_good_launch_gets_a_plan(folder: Path) -> None:
     assert 0.8 < diagnosis.plan.fraction < 1
     weights = (folder / "target" / "model.safetensors").stat().st_size
     assert diagnosis.plan.weights == weights
+
+
+def test_the_drafters_edges_are_found_and_have_their_place_in_the_plan(folder: Path) -> None:
+    edged = models.write_drafter(folder / "edged")
+    net = EdgeNet(models.HIDDEN, 6, 5)
+    save_edges(edged, net)
+    without = examine(command(folder), None, 80 * GIB)
+    found = examine(command(folder, drafter="edged"), None, 80 * GIB)
+    assert "not used: no edges.safetensors" in detail(without, "edges")
+    assert "is used" in detail(found, "edges")
+    off = examine(command(folder, "--speculative-ddtree-mode off", drafter="edged"), None, None)
+    assert "not used: this mode drafts nothing" in detail(off, "edges")
+    assert found.plan is not None
+    assert without.plan is not None
+    number = 2  # bytes: SGLang halves float32 models unless told otherwise
+    assert (without.plan.edges, found.plan.edges) == (0, (6 + 5) * models.VOCABULARY * number)
+    assert without.plan.kv - found.plan.kv == found.plan.edges + found.plan.drafter - without.plan.drafter
 
 
 def test_too_large_a_fraction_is_named_with_one_that_works(folder: Path) -> None:

@@ -2,8 +2,8 @@
 future, and faults on purpose.
 
 DDTREE_RIG names a folder. `oracle.json` in it tells what the drafter proposes; `fault` names a fault that the next
-rounds have; `record.jsonl`, where there is one, gets what the real drafter's head said. All are looked at in every
-round, so that one engine serves many tests.
+rounds have; `record.jsonl`, where there is one, gets what the real drafter's head said, and of which states. All
+are looked at in every round, so that one engine serves many tests.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def _foresee(folder: Path) -> None:
         if (folder / "record.jsonl").exists():
             said = logits(self._host._chooser._head, drafted.flatten(0, 1)).view(*drafted.shape[:2], -1)
             entry = {"prefix": window.prefix_R.tolist(), "anchor": anchors_R.tolist(), "logits": said.tolist()}
+            entry["states"] = drafted.tolist()
             with (folder / "record.jsonl").open("a") as record:
                 record.write(json.dumps(entry) + "\n")
         known = json.loads((folder / "oracle.json").read_text())
