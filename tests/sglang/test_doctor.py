@@ -13,6 +13,7 @@ from ddtree.models.edges import EdgeNet, save_edges
 from ddtree.sglang_plugin import contract
 from ddtree.sglang_plugin.diagnosis import Diagnosis
 from ddtree.sglang_plugin.doctor import examine
+from ddtree.sglang_plugin.memory import PAIR_BYTES
 from tests.sglang import models
 
 GIB = 2**30
@@ -62,8 +63,8 @@ def test_the_drafters_edges_are_found_and_have_their_place_in_the_plan(folder: P
     edged = models.write_drafter(folder / "edged")
     net = EdgeNet(models.HIDDEN, 6, 5)
     save_edges(edged, net)
-    without = examine(command(folder), None, 80 * GIB)
-    found = examine(command(folder, drafter="edged"), None, 80 * GIB)
+    without = examine(command(folder, "--speculative-ddtree-budget 20"), None, 80 * GIB)
+    found = examine(command(folder, "--speculative-ddtree-budget 20", drafter="edged"), None, 80 * GIB)
     assert "not used: no edges.safetensors" in detail(without, "edges")
     assert "is used" in detail(found, "edges")
     off = examine(command(folder, "--speculative-ddtree-mode off", drafter="edged"), None, None)
@@ -72,7 +73,10 @@ def test_the_drafters_edges_are_found_and_have_their_place_in_the_plan(folder: P
     assert without.plan is not None
     number = 2  # bytes: SGLang halves float32 models unless told otherwise
     assert (without.plan.edges, found.plan.edges) == (0, (6 + 5) * models.VOCABULARY * number)
-    assert without.plan.kv - found.plan.kv == found.plan.edges + found.plan.drafter - without.plan.drafter
+    assert found.plan.pairs == PAIR_BYTES * 48 * 7 * 20 * 20
+    assert (without.plan.pairs, without.plan.logits) == (0, found.plan.logits)
+    parts = found.plan.pairs + found.plan.edges + found.plan.drafter - without.plan.drafter
+    assert without.plan.kv - found.plan.kv == parts
 
 
 def test_too_large_a_fraction_is_named_with_one_that_works(folder: Path) -> None:

@@ -266,6 +266,8 @@ def test_the_file_of_a_hub_drafter_is_found_where_sglang_keeps_it(tmp_path: Path
     net = draft_edges(arguments, 8, torch.float32, CPU)
     assert net is not None
     assert net.table_width == 11
+    arguments.speculative_draft_model_path = "s3://bucket/drafter"
+    assert draft_edges(arguments, 8, torch.float32, CPU) is None
 
 
 def test_tables_made_in_parts_are_the_whole_vocabularys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -434,7 +434,15 @@ def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path, monkeypatch):
     )
     assert (code, out) == (0, "")
     assert "prompts.jsonl: 1 broken lines left out" in err
-    sizes = {"steps": 4, "layers": 1, "block_size": 4, "mask_token_id": MASK, "context_tokens": 64, "anchors": 16}
+    sizes = {
+        "steps": 4,
+        "layers": 1,
+        "block_size": 4,
+        "mask_token_id": MASK,
+        "context_tokens": 64,
+        "anchors": 16,
+        "edge_rank": 4,
+    }
     sizes |= {"log_every": 1, "validation_examples": 2, "checkpoint_every": 2, "target": models / "target"}
     flags = [f"--set={key}={value}" for key, value in sizes.items()]
     data = ("data", "--prompts", prompts, *target, "--skip-broken")
@@ -475,6 +483,7 @@ def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path, monkeypatch):
         drafter = ("--drafter", tmp_path / "run" / "step-4")
         assert run("export", tmp_path / storage, *target, *drafter, "--storage", storage)[0] == 0
         assert json.loads((tmp_path / storage / "training.json").read_text())["step"] == 4
+        assert (tmp_path / storage / "edges.safetensors").exists()
         options = ("--drafter", tmp_path / storage, "--threads", "1", "--dtype", "float32", "--max-tokens", "9")
         code, text, err = run("generate", "w5", *target, *options)
         assert (code, text.split()[0][0]) == (0, "w")

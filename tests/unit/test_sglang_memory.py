@@ -14,6 +14,7 @@ QWEN = Demand(
     weights=16 * GIB,
     drafter=GIB,
     edges=0,
+    pairs=0,
     kv_token=2 * 2 * 8 * 128 * (36 + 5),
     rows=32,
     horizon=15,

@@ -43,5 +43,6 @@ def table(plan: Plan) -> Sequence[tuple[str, int]]:
         ("logits of all rows", plan.logits),
         ("index tables of captured graphs", plan.graph_indices),
         ("tree masks", plan.masks),
+        ("candidates that edges rescore", plan.pairs),
         ("activations and libraries", plan.activations),
     )

@@ -25,6 +25,7 @@ from ddtree.sglang_plugin.diagnosis import Diagnosis, Finding
 from ddtree.sglang_plugin.host import SUPPORTED
 from ddtree.sglang_plugin.memory import Demand, Plan, plan_memory
 from ddtree.sglang_plugin.settings import Settings
+from ddtree.speculation.rescoring import edge_count
 
 __all__ = ["examine"]
 
@@ -226,6 +227,7 @@ def _memory(arguments: Any, settings: Settings, edges: EdgeNet | None, gpu_bytes
         weights=(sizes[0] or 0) // ranks,
         drafter=(sizes[1] or 0) // ranks,
         edges=0 if edges is None else edges.table_width * int(target.vocab_size) * _number(arguments),
+        pairs=0 if edges is None else _pairs(settings),
         kv_token=cells * number,
         rows=settings.width,
         horizon=settings.plan.horizon,
@@ -237,6 +239,12 @@ def _memory(arguments: Any, settings: Settings, edges: EdgeNet | None, gpu_bytes
         graph_batch=_graph_batch(arguments),
     )
     return plan_memory(gpu_bytes, demand)
+
+
+def _pairs(settings: Settings) -> int:
+    """Pairs of candidates that edges rescore in a round of one request."""
+    count = edge_count(settings.plan.budget if settings.plan.capabilities.verifies_trees else 1)
+    return settings.plan.horizon * count * count
 
 
 def _number(arguments: Any) -> int:

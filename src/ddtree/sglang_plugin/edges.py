@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
 from ddtree.models.edges import EDGES_FILE, EdgeNet, EdgeTables, load_edges
@@ -28,12 +29,15 @@ def draft_edges(server_args: Any, hidden: int, dtype: torch.dtype, device: torch
     path = Path(server_args.speculative_draft_model_path)
     if path.is_dir():
         return load_edges(path, hidden, dtype, device)
-    found = try_to_load_from_cache(
-        server_args.speculative_draft_model_path,
-        EDGES_FILE,
-        cache_dir=server_args.download_dir,
-        revision=server_args.speculative_draft_model_revision,
-    )
+    try:
+        found = try_to_load_from_cache(
+            server_args.speculative_draft_model_path,
+            EDGES_FILE,
+            cache_dir=server_args.download_dir,
+            revision=server_args.speculative_draft_model_revision,
+        )
+    except HFValidationError:  # SGLang also loads from buckets and instances, which have no folder here
+        return None
     return load_edges(Path(found).parent, hidden, dtype, device) if isinstance(found, str) else None
 
 

@@ -157,6 +157,7 @@ HOST = (
         "KVIndexTranslator.plan",
         ("req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent"),
     ),
+    Uses("sglang.srt.model_executor.model_runner", "ModelRunner", attributes=("dtype", "model_config")),
     Uses("sglang.srt.model_executor.forward_batch_info", "enable_num_token_non_padded"),
     Uses(
         "sglang.srt.managers.utils",

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Demand", "Plan", "plan_memory"]
+__all__ = ["PAIR_BYTES", "Demand", "Plan", "plan_memory"]
 
 RUNTIME = 3 * 2**30  # CUDA context, libraries' workspaces, allocator slack: what a bare server was seen to need
 ACTIVATION_BYTES = 12  # bytes of activations for each hidden value of a prefill chunk, in half precision
+PAIR_BYTES = 48  # of a rescored pair: edge, score, rank and token, each before and after they are sorted
 SAFETY = 0.98  # of the GPU; the rest is lost to fragments
 
 
@@ -21,15 +22,17 @@ SAFETY = 0.98  # of the GPU; the rest is lost to fragments
 class Demand:
     """What a launch asks of one GPU.
 
-    weights, drafter: bytes of both models. edges: bytes of the tables of the drafter's edge correction, 0 without.
-    kv_token: bytes of one token in target and drafter together. rows: rows verified for each request. horizon:
-    drafted depths. requests, context: `--max-running-requests` and `--context-length`. graph_batch: the largest
-    batch that graphs are captured for, 0 without graphs.
+    weights, drafter: bytes of both models. edges: bytes of the tables of the drafter's edge correction, and pairs:
+    of candidates that it rescores in a round of one request; 0 without. kv_token: bytes of one token in target and
+    drafter together. rows: rows verified for each request. horizon: drafted depths. requests, context:
+    `--max-running-requests` and `--context-length`. graph_batch: the largest batch that graphs are captured for, 0
+    without graphs.
     """
 
     weights: int
     drafter: int
     edges: int
+    pairs: int
     kv_token: int
     rows: int
     horizon: int
@@ -55,6 +58,7 @@ class Plan:
     logits: int
     graph_indices: int
     masks: int
+    pairs: int
     activations: int
     fraction: float
     tokens: int
@@ -74,8 +78,9 @@ def plan_memory(total: int, demand: Demand) -> Plan:
     captured = demand.graph_batch * demand.rows
     graph_indices = 8 * captured * demand.context  # int64, one table of the longest context for each row
     masks = max(demand.graph_batch, batch) * demand.rows * (demand.context + demand.rows)
+    pairs = PAIR_BYTES * batch * demand.pairs
     activations = RUNTIME + ACTIVATION_BYTES * demand.hidden * max(demand.prefill_chunk, batch * demand.rows)
-    rest = logits + graph_indices + masks + activations
+    rest = logits + graph_indices + masks + pairs + activations
     static = max(int(total * SAFETY) - rest, 0)
     kv = max(static - demand.weights - demand.drafter - demand.edges, 0)
     tokens = kv // demand.kv_token
@@ -90,6 +95,7 @@ def plan_memory(total: int, demand: Demand) -> Plan:
         logits=logits,
         graph_indices=graph_indices,
         masks=masks,
+        pairs=pairs,
         activations=activations,
         fraction=int(100 * static / total) / 100,
         tokens=tokens,
