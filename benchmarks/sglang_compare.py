@@ -1,0 +1,73 @@
+"""Greedy answers of an arm against those of plain decoding, for sglang_gpu.py.
+
+Compared is up to the first divergence on each prompt, nothing after it. A divergence is rounding when the gap
+between plain's two best log-probabilities there is at most twice the largest difference between the two arms on
+the tokens that they share. The control is plain decoding against itself at another batch size. An arm is right
+when rounding explains all of its divergences, and it has no more of them for each token than the control, beyond
+what chance does (95 %).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang_arm import Answer
+
+__all__ = ["chance_of_as_many", "compare", "compared"]
+
+CHANCE = 0.05
+
+
+def compared(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a result says of the arms: all but their answers, how those compare with plain's, and the verdicts."""
+    reference = read(arms["plain"]["together"])
+    results, right = {}, {}
+    control = compare(reference, read(arms["plain"]["alone"]))
+    for name, arm in arms.items():
+        results[name] = {key: value for key, value in arm.items() if key not in ("together", "alone")}
+        if name == "plain":
+            results[name]["control"] = control
+            continue
+        found = compare(reference, read(arm["together"]))
+        counts = (found["divergences"], found["tokens"], control["divergences"], control["tokens"])
+        found["chance"] = chance_of_as_many(*counts)
+        results[name]["against_plain"] = found
+        right[name] = found["unexplained"] == 0 and found["chance"] > CHANCE
+    return {"right": right, "arms": results}
+
+
+def compare(reference: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
+    """First divergences, and those that rounding does not explain. gaps: plain's, at the divergences."""
+    tokens, largest, gaps = 0, 0.0, []
+    for one, other in zip(reference, others, strict=True):
+        differs = (i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
+        place = next(differs, None)
+        end = min(len(one.tokens), len(other.tokens)) if place is None else place
+        for a, b in zip(one.log_probs[:end], other.log_probs[:end], strict=True):
+            largest = max(largest, abs(a - b))
+        tokens += end
+        if place is not None:
+            tokens += 1
+            gaps.append(one.gaps[place])
+    return {
+        "tokens": tokens,
+        "divergences": len(gaps),
+        "per_1000": 1000 * len(gaps) / max(tokens, 1),
+        "unexplained": sum(gap > 2 * largest for gap in gaps),
+        "largest_difference": largest,
+        "gaps": sorted(gaps),
+    }
+
+
+def chance_of_as_many(count: int, tokens: int, control_count: int, control_tokens: int) -> float:
+    """How likely it is that an arm diverges at least `count` times when its rate is the control's: the tail of the
+    binomial distribution of the divergences of both over their tokens."""
+    both = count + control_count
+    share = tokens / (tokens + control_tokens)
+    return sum(math.comb(both, k) * share**k * (1 - share) ** (both - k) for k in range(count, both + 1))
+
+
+def read(answers: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    return [Answer(**answer) for answer in answers]
