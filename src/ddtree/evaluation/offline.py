@@ -22,7 +22,7 @@ from ddtree.models.target import TargetModel
 from ddtree.speculation.noise import gumbel, seed_tensor
 from ddtree.speculation.params import SamplingParams
 from ddtree.speculation.processors import draft_scores, row_params
-from ddtree.speculation.rescoring import EDGE_CANDIDATES
+from ddtree.speculation.rescoring import edge_count
 from ddtree.training.acceptance import hidden_after, labels_after, offer, sharing, steps_by_budget
 from ddtree.training.capture import causal_attend
 from ddtree.tree import Candidates
@@ -123,7 +123,7 @@ class _Pass:
             inside_AD = torch.arange(1, depth + 1, device=anchors_A.device) < sizes_A[:, None]
             ledger.horizon.extend((sizes_A - 1).tolist())
             for coupled, budgets in wanted.items():
-                count = max(max(budget or 1 for budget in budgets), EDGE_CANDIDATES)
+                count = edge_count(max(budget or 1 for budget in budgets))
                 ranked = self._ranked(logits_ADV, anchors_A, coupled, count)
                 said_AD = labels_AD.masked_fill(~inside_AD, -1)
                 calibration[coupled].add(ranked[1][..., 0], ranked[0][..., 0], said_AD)

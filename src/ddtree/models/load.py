@@ -36,8 +36,9 @@ def load_target(
     """The target in a Hugging Face folder. CheckpointError or UnsupportedError say what does not fit."""
     device = torch.device(device)
     spec = read_target(folder)
+    ops = ops or select_ops(device)
     with torch.device("meta"):
-        model = TargetModel(spec, ops or select_ops(device))
+        model = TargetModel(spec, ops)
     tensors = read_tensors(folder)
     if spec.tied_head:
         _drop_tied_head(tensors, folder)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree.ops.select import Builder
 from ddtree.speculation.plan import RoundPlan
 from ddtree.tree import (
     Accepted,
@@ -45,12 +46,14 @@ def plain_rows(anchors_R: Tensor) -> Drafted:
     return Drafted(root, root.real_RN, root.real_RN)
 
 
-def plant(anchors_R: Tensor, candidates: Candidates, plan: RoundPlan, width: int) -> Drafted:
-    """Trees of a plan, padded to the width that graphs were captured for."""
+def plant(
+    anchors_R: Tensor, candidates: Candidates, plan: RoundPlan, width: int, build: Builder = build_tree
+) -> Drafted:
+    """Trees of a plan, padded to the width that graphs were captured for. build: the device's own builder."""
     if not plan.capabilities.verifies_trees:
         chain = _padded(spine_tree(anchors_R, *best_chain(candidates)), width)
         return Drafted(chain, chain.real_RN, chain.real_RN)
-    tree = build_tree(candidates, anchors_R, plan.budget)
+    tree = build(candidates, anchors_R, plan.budget)
     if not plan.capabilities.commits_spine_only:
         tree = _padded(tree, width)
         return Drafted(tree, tree.real_RN, tree.real_RN)

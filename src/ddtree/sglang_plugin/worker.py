@@ -67,12 +67,14 @@ class DDTreeWorker(DFlashWorkerV2):
         self._features = self._feature_width()
         self._drafter = BlockDrafter(self, self.settings.block_size, int(self._mask_token_id))
         draft = parse_dflash_draft_config(draft_hf_config=self.draft_model_runner.model_config.hf_config)
+        ops = select_ops(torch.device(self.device))
+        self._build_tree = ops.build_tree
         head = DraftHead(
             getattr(self.model_runner.model, "lm_head", None),
             int(config.vocab_size),
             get_parallel().tp_group,
             draft,
-            select_ops(torch.device(self.device)),
+            ops,
         )
         self._chooser = Chooser(
             head,
@@ -194,10 +196,9 @@ class DDTreeWorker(DFlashWorkerV2):
         with spec_stage_span("ddtree.draft"):
             hidden_RDh = self._drafter.hidden(batch, anchors_R, window)
         with spec_stage_span("ddtree.candidates"):
-            count = plan.budget if plan.capabilities.verifies_trees else 1
-            candidates = self._chooser.candidates(anchors_R, hidden_RDh, count, turn)
+            candidates = self._chooser.candidates(anchors_R, hidden_RDh, plan.candidates, turn)
         with spec_stage_span("ddtree.tree"):
-            return plant(anchors_R, candidates, plan, self.settings.width)
+            return plant(anchors_R, candidates, plan, self.settings.width, self._build_tree)
 
     def _choices(
         self, batch: Any, drafted: Drafted, verified: Verified, turn: Any, grammar: Any, grammar_barrier: Any

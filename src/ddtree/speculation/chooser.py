@@ -72,7 +72,7 @@ class Chooser:
         for one in params:
             one.check_vocabulary(vocab_size)
         self._vocab_size = vocab_size
-        self._ops = ops
+        self.ops = ops
         self._device = device
         self._coupling = coupling
         voices = []
@@ -122,7 +122,7 @@ class Chooser:
     def first(self, logits_RV: Tensor, history: History, lengths: Lengths) -> Tensor:
         """The token after each prompt. lengths: of the prompts. int64 [R]."""
         if self._plain:
-            return self._ops.best(logits_RV)
+            return self.ops.best(logits_RV)
         drawn = [
             self._draw(r, logits_RV[r : r + 1], history, (), lengths.host[r]) for r in range(len(self._params))
         ]
@@ -158,7 +158,7 @@ class Chooser:
     def _ranked(self, logits_RDV: Tensor, history: History, lengths: Lengths, count: int) -> tuple[Tensor, Tensor]:
         """The best tokens of each position by themselves and their log-probabilities, [R, D, K], descending."""
         if self._plain:
-            log_probs_RDK, tokens_RDK = self._ops.top_log_probs(logits_RDV, count)
+            log_probs_RDK, tokens_RDK = self.ops.top_log_probs(logits_RDV, count)
             return tokens_RDK, log_probs_RDK
         sequences, depth, vocabulary = logits_RDV.shape
         noise_MV = None
@@ -167,13 +167,13 @@ class Chooser:
         scores_MV = draft_scores(
             logits_RDV.flatten(0, 1), self._row_params(depth), history.counts, noise_MV, self._coupling or 1.0
         )
-        scores_RDK, tokens_RDK = self._ops.ranked(scores_MV.view(sequences, depth, vocabulary), count)
+        scores_RDK, tokens_RDK = self.ops.ranked(scores_MV.view(sequences, depth, vocabulary), count)
         return tokens_RDK, scores_RDK
 
     def walk(self, tree: DraftTree, logits_RNV: Tensor, history: History, lengths: Lengths) -> Accepted:
         """The longest path of each tree that the target itself would have said, and its choice after it."""
         if self._plain:
-            return accept(tree, self._ops.best(logits_RNV))
+            return accept(tree, self.ops.best(logits_RNV))
         if self._constrained or self._device.type == "cpu":
             return self._walk_steps(tree, logits_RNV, history, lengths)
         return self._walk_all(tree, logits_RNV, history, lengths)
@@ -197,7 +197,7 @@ class Chooser:
         choices = torch.zeros_like(tree.tokens_RN)
         for r in range(choices.shape[0]):
             if self._params[r].plain_greedy:
-                choices[r] = self._ops.best(logits_RNV[r])
+                choices[r] = self.ops.best(logits_RNV[r])
                 continue
             children: dict[tuple[int, int], int] = {}
             size = int(tree.sizes_R[r])

@@ -72,6 +72,11 @@ class RoundPlan:
         return self.block_size - 1 if self.capabilities.drafts_blocks else 0
 
     @property
+    def candidates(self) -> int:
+        """How many candidates of each depth a round can use: a chain takes the best alone."""
+        return self.budget if self.capabilities.verifies_trees else 1
+
+    @property
     def rows(self) -> int:
         """Rows that the target verifies for each sequence, the root included."""
         if not self.capabilities.verifies_trees:

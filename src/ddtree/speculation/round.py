@@ -23,7 +23,6 @@ from ddtree.tree import (
     Candidates,
     DraftTree,
     best_chain,
-    build_tree,
     committed_tokens,
     cut,
     first_nodes,
@@ -161,14 +160,13 @@ def _draft(
     assert drafter is not None, "a mode that drafts blocks needs a drafter"
     proposal = drafter.propose(anchors_R, state.lengths, plan.block_size)
     watch.mark("draft")
-    count = plan.budget if plan.capabilities.verifies_trees else 1
-    candidates = chooser.candidates(proposal, state.history, state.lengths, count)
+    candidates = chooser.candidates(proposal, state.history, state.lengths, plan.candidates)
     if limits is not None:
         candidates = _limited(candidates, limits)
     if not plan.capabilities.verifies_trees:
         chain = spine_tree(anchors_R, *best_chain(candidates))
         return chain, chain.real_RN
-    tree = build_tree(candidates, anchors_R, plan.budget)
+    tree = chooser.ops.build_tree(candidates, anchors_R, plan.budget)
     if limits is not None:
         tree = first_nodes(tree, limits.sizes_R)
     if not plan.capabilities.commits_spine_only:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ddtree.models.block import draft_along
 from ddtree.models.load import LoadedDrafter
 from ddtree.ops import reference_ops
-from ddtree.speculation.rescoring import EDGE_CANDIDATES
+from ddtree.speculation.rescoring import EDGE_CANDIDATES, edge_count
 from ddtree.tree import (
     Candidates,
     DraftTree,
@@ -185,7 +185,7 @@ def rank_tokens(drafter: LoadedDrafter, hidden_ADh: Tensor, count: int) -> tuple
     """The best tokens of each masked position and their log-probabilities, [A, D, K] each: at least `count`, or as
     many as the edges choose among."""
     logits_ADV = drafter.vocabulary.logits(hidden_ADh.to(drafter.vocabulary.head.dtype))
-    log_probs_ADK, columns_ADK = reference_ops().top_log_probs(logits_ADV, max(count, EDGE_CANDIDATES))
+    log_probs_ADK, columns_ADK = reference_ops().top_log_probs(logits_ADV, edge_count(count))
     return drafter.vocabulary.tokens(columns_ADK), log_probs_ADK
 
 
@@ -203,6 +203,6 @@ def offer(
     """
     if drafter.edges is None:
         return factorised_candidates(*(column[..., :count] for column in ranked))
-    tokens_ADK, log_probs_ADK = (column[..., : max(count, EDGE_CANDIDATES)] for column in ranked)
+    tokens_ADK, log_probs_ADK = (column[..., : edge_count(count)] for column in ranked)
     edges_ADKK = drafter.edges(anchors_A, tokens_ADK, hidden_ADh) * sharpness
     return edge_candidates(tokens_ADK, log_probs_ADK, edges_ADKK)

@@ -12,9 +12,10 @@ from ddtree.tree.layout import (
     word_count,
 )
 from ddtree.tree.spine import best_chain, spine_nodes, spine_tree, with_spine
-from ddtree.tree.structure import DraftTree, check_tree, first_nodes, row_bucket
+from ddtree.tree.structure import ROW_BUCKETS, DraftTree, check_tree, first_nodes, row_bucket
 
 __all__ = [
+    "ROW_BUCKETS",
     "Accepted",
     "Candidates",
     "DraftTree",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["DraftTree", "check_tree", "first_nodes", "row_bucket"]
+__all__ = ["ROW_BUCKETS", "DraftTree", "check_tree", "first_nodes", "row_bucket"]
 
 ROW_BUCKETS = (8, 16, 32, 64, 128, 256)
 
