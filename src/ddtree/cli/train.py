@@ -64,6 +64,7 @@ def train(
     if group.leads:
         _announce(trainer, examples, state)
     reports = _run(trainer, run, stop_after_s)
+    group.leave()
     if as_json and group.leads:
         print_json(reports)
 

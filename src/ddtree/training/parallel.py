@@ -52,6 +52,11 @@ class Group:
         if self.size > 1:
             dist.barrier()
 
+    def leave(self) -> None:
+        """Part from the others, in the end. All must come here."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
 
 def join_group(environment: Mapping[str, str]) -> Group:
     """The group that `torchrun` describes in the environment variables; a group of one without them.
