@@ -67,6 +67,12 @@ def test_the_drafters_edges_are_found_and_have_their_place_in_the_plan(folder: P
     found = examine(command(folder, "--speculative-ddtree-budget 20", drafter="edged"), None, 80 * GIB)
     assert "not used: no edges.safetensors" in detail(without, "edges")
     assert "is used" in detail(found, "edges")
+    bare = folder / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((edged / "config.json").read_text())
+    unfetched = examine(command(folder, "--speculative-ddtree-budget 20", drafter="bare"), None, None)
+    assert states(unfetched)["edges"] == "warning"
+    assert "not known before the drafter's weights are here" in detail(unfetched, "edges")
     off = examine(command(folder, "--speculative-ddtree-mode off", drafter="edged"), None, None)
     assert "not used: this mode drafts nothing" in detail(off, "edges")
     assert found.plan is not None

@@ -249,7 +249,7 @@ def test_a_broken_file_ends_the_launch_with_its_name(toys: dict[str, Path], tmp_
 
 
 def test_the_file_of_a_hub_drafter_is_found_where_sglang_keeps_it(tmp_path: Path) -> None:
-    from ddtree.sglang_plugin.edges import draft_edges
+    from ddtree.sglang_plugin.edges import draft_edges, weights_folder
 
     repository = tmp_path / "models--owner--drafter"
     snapshot = repository / "snapshots" / "abc"
@@ -261,6 +261,11 @@ def test_the_file_of_a_hub_drafter_is_found_where_sglang_keeps_it(tmp_path: Path
         speculative_draft_model_revision=None,
         download_dir=str(tmp_path),
     )
+    assert weights_folder(arguments) is None
+    (snapshot / "config.json").write_text("{}")
+    assert weights_folder(arguments) is None, "the configuration comes before the weights"
+    save_file({"a": torch.zeros(1)}, snapshot / "model.safetensors")
+    assert weights_folder(arguments) == snapshot
     assert draft_edges(arguments, 8, torch.float32, CPU) is None
     save_edges(snapshot, EdgeNet(8, 6, 5))
     net = draft_edges(arguments, 8, torch.float32, CPU)

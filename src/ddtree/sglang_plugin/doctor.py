@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,18 +19,15 @@ import torch
 from ddtree.errors import ConfigError, DDTreeError
 from ddtree.models.edges import EDGES_FILE, EdgeNet
 from ddtree.sglang_plugin import contract
+from ddtree.sglang_plugin.demand import demand_of
 from ddtree.sglang_plugin.diagnosis import Diagnosis, Finding
 from ddtree.sglang_plugin.host import SUPPORTED
-from ddtree.sglang_plugin.memory import Demand, Plan, plan_memory
+from ddtree.sglang_plugin.memory import Plan, plan_memory
 from ddtree.sglang_plugin.settings import Settings
-from ddtree.speculation.rescoring import edge_count
 
 __all__ = ["examine"]
 
 GROUP = "sglang.srt.plugins"
-HALF = 2  # bytes of a number in the KV pool, unless its dtype is given
-BYTES = {"auto": HALF, "bfloat16": HALF, "float16": HALF, "float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}
-GRAPH_BATCH = 160  # what SGLang captures at most on a large GPU when nothing is given
 
 
 class _Settled:
@@ -76,16 +71,16 @@ def examine(launch: str | None, plugins_variable: str | None, gpu_bytes: int | N
     findings += [Finding("mode", "warning", notice) for notice in settings.notices]
     findings += _models(arguments)
     edges = _edges(arguments, settings)
-    findings.append(_judge_edges(edges, settings))
+    findings.append(_judge_edges(arguments, edges, settings))
     plan = None
     if gpu_bytes is None:
         findings.append(Finding("memory", "warning", "no GPU here to plan for; give --gpu-memory-gib"))
     else:
-        planned = _memory(arguments, settings, edges, gpu_bytes)
-        if isinstance(planned, Finding):
-            findings.append(planned)
+        demand = demand_of(arguments, settings, edges)
+        if isinstance(demand, Finding):
+            findings.append(demand)
         else:
-            plan = planned
+            plan = plan_memory(gpu_bytes, demand)
             findings.append(_judge(plan, arguments))
     return Diagnosis(tuple(findings), settings, plan)
 
@@ -198,93 +193,18 @@ def _edges(arguments: Any, settings: Settings) -> EdgeNet | None:
     return draft_edges(arguments, hidden, torch.float32, torch.device("cpu"))
 
 
-def _judge_edges(edges: EdgeNet | None, settings: Settings) -> Finding:
+def _judge_edges(arguments: Any, edges: EdgeNet | None, settings: Settings) -> Finding:
+    from ddtree.sglang_plugin.edges import weights_folder
+
     if edges is not None:
         return Finding("edges", "ok", f"{EDGES_FILE} beside the drafter is used: candidates are rescored by it")
-    drafts = settings.plan.capabilities.drafts_blocks
-    reason = f"no {EDGES_FILE} beside the drafter" if drafts else "this mode drafts nothing"
-    return Finding("edges", "ok", f"not used: {reason}")
-
-
-def _memory(arguments: Any, settings: Settings, edges: EdgeNet | None, gpu_bytes: int) -> Plan | Finding:
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    from ddtree.sglang_plugin.launch import draft_hf_config
-
-    paths = (arguments.model_path, arguments.speculative_draft_model_path)
-    sizes = [_weights(path) for path in paths]
-    for path, size in zip(paths, sizes, strict=True):
-        if size is None:
-            return Finding("memory", "warning", f"{path}: its weights are not on this machine, so no plan is made")
-    config = model_config_of(arguments)
-    target = config.hf_text_config
-    hf = draft_hf_config(arguments)
-    drafter = getattr(hf, "text_config", None) or hf
-    ranks = int(arguments.tp_size)
-    number = BYTES.get(str(arguments.kv_cache_dtype), HALF)
-    cells = sum(_kv_cells(text, ranks) for text in (target, drafter))
-    demand = Demand(
-        weights=(sizes[0] or 0) // ranks,
-        drafter=(sizes[1] or 0) // ranks,
-        edges=0 if edges is None else edges.table_width * int(target.vocab_size) * _number(arguments),
-        pairs=0 if edges is None else _pairs(settings),
-        kv_token=cells * number,
-        rows=settings.width,
-        horizon=settings.plan.horizon,
-        vocab_size=int(target.vocab_size),
-        hidden=int(target.hidden_size),
-        requests=int(arguments.max_running_requests),
-        context=int(arguments.context_length or target.max_position_embeddings),
-        prefill_chunk=int(arguments.chunked_prefill_size or 8192),
-        graph_batch=_graph_batch(arguments),
-    )
-    return plan_memory(gpu_bytes, demand)
-
-
-def _pairs(settings: Settings) -> int:
-    """Pairs of candidates that edges rescore in a round of one request."""
-    count = edge_count(settings.plan.budget if settings.plan.capabilities.verifies_trees else 1)
-    return settings.plan.horizon * count * count
-
-
-def _number(arguments: Any) -> int:
-    """Bytes of one of the models' numbers."""
-    from sglang.srt.arg_groups.overrides import model_config_of
-
-    return int(model_config_of(arguments).dtype.itemsize)
-
-
-def _kv_cells(text: Any, ranks: int) -> int:
-    """Numbers that one token keeps in one rank's pool."""
-    heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return 2 * int(text.num_hidden_layers) * max(heads // ranks, 1) * width
-
-
-def _graph_batch(arguments: Any) -> int:
-    if arguments.disable_cuda_graph or getattr(arguments, "cuda_graph_backend_decode", None) == "disabled":
-        return 0
-    largest = getattr(arguments, "cuda_graph_max_bs_decode", None) or getattr(arguments, "cuda_graph_max_bs", None)
-    return min(int(largest or GRAPH_BATCH), int(arguments.max_running_requests))
-
-
-def _weights(path: str) -> int | None:
-    """Bytes of a model's weights when they are on this machine."""
-    from ddtree.models.hub import find
-
-    try:
-        local = find(path)
-    except DDTreeError:
-        return None
-    if local is None:
-        return None
-    folder = Path(local.folder)
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        size = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}).get("total_size")
-        if size:
-            return int(size)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) or None
+    if not settings.plan.capabilities.drafts_blocks:
+        return Finding("edges", "ok", "not used: this mode drafts nothing")
+    if weights_folder(arguments) is None:
+        return Finding(
+            "edges", "warning", f"not known before the drafter's weights are here; {EDGES_FILE} among them is used"
+        )
+    return Finding("edges", "ok", f"not used: no {EDGES_FILE} beside the drafter")
 
 
 def _judge(plan: Plan, arguments: Any) -> Finding:

@@ -16,29 +16,38 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
-from ddtree.models.edges import EDGES_FILE, EdgeNet, EdgeTables, load_edges
+from ddtree.models.edges import EdgeNet, EdgeTables, load_edges
 
-__all__ = ["draft_edges", "edge_tables"]
+__all__ = ["draft_edges", "edge_tables", "weights_folder"]
 
 PART = 1 << 14  # tokens whose embeddings stand in memory at once while tables are made
 
 
-def draft_edges(server_args: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> EdgeNet | None:
-    """The net beside the drafter of a launch, None where there is none. Nothing is fetched: SGLang fetches it with
-    the drafter's weights. CheckpointError when it does not fit `hidden`."""
+def weights_folder(server_args: Any) -> Path | None:
+    """Where the drafter's weights lie on this machine; None while they are elsewhere. Nothing is fetched here,
+    SGLang does that, the edge correction included."""
     path = Path(server_args.speculative_draft_model_path)
-    if path.is_dir():
-        return load_edges(path, hidden, dtype, device)
-    try:
-        found = try_to_load_from_cache(
-            server_args.speculative_draft_model_path,
-            EDGES_FILE,
-            cache_dir=server_args.download_dir,
-            revision=server_args.speculative_draft_model_revision,
-        )
-    except HFValidationError:  # SGLang also loads from buckets and instances, which have no folder here
-        return None
-    return load_edges(Path(found).parent, hidden, dtype, device) if isinstance(found, str) else None
+    if not path.is_dir():
+        try:
+            config = try_to_load_from_cache(
+                server_args.speculative_draft_model_path,
+                "config.json",
+                cache_dir=server_args.download_dir,
+                revision=server_args.speculative_draft_model_revision,
+            )
+        except HFValidationError:  # SGLang also loads from buckets and instances, which have no folder here
+            return None
+        if not isinstance(config, str):
+            return None
+        path = Path(config).parent
+    return path if any(path.glob("*.safetensors")) else None
+
+
+def draft_edges(server_args: Any, hidden: int, dtype: torch.dtype, device: torch.device) -> EdgeNet | None:
+    """The net beside the drafter's weights, None where there is none. CheckpointError when it does not fit
+    `hidden`."""
+    folder = weights_folder(server_args)
+    return None if folder is None else load_edges(folder, hidden, dtype, device)
 
 
 def edge_tables(net: EdgeNet, embedding: Callable[[Tensor], Tensor], vocab_size: int) -> EdgeTables:
