@@ -24,6 +24,8 @@ def main() -> None:
         path = Path(place) / "log.jsonl" if Path(place).is_dir() else Path(place)
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         runs[name] = summary([row for row in rows if "accuracy" in row and row["step"] > options.from_step])
+        if validations := [row for row in rows if "chain" in row]:
+            runs[name]["validation"] = validations[-1]
     report = {"note": options.note, "runs": runs}
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"written to {options.out}")

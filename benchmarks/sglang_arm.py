@@ -19,6 +19,7 @@ from typing import Any
 from common import interval, load_prompts, write_result
 
 SETS = ("gsm8k_test", "mt_bench", "humaneval")
+ASKED = ("target", "drafter", "limit", "tokens", "dtype", "concurrency", "repeats")  # alike in arms that compare
 BASE = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
@@ -54,7 +55,8 @@ def measure(arm: Arm, arguments: argparse.Namespace, out: Path) -> None:
     flat = [prompt for group in prompts.values() for prompt in group]
     with serving(arm, arguments) as engine:
         result: dict[str, Any] = {
-            "together": [asdict(a) for a in answers(engine, flat, arguments.tokens, max(arguments.concurrency))]
+            "asked": {name: str(getattr(arguments, name)) for name in ASKED},
+            "together": [asdict(a) for a in answers(engine, flat, arguments.tokens, max(arguments.concurrency))],
         }
         if arm.algorithm is None:
             result["alone"] = [asdict(a) for a in answers(engine, flat, arguments.tokens, 1)]
@@ -67,7 +69,7 @@ def measure(arm: Arm, arguments: argparse.Namespace, out: Path) -> None:
         }
         if arm.algorithm == "DDTREE":
             result["server"] = engine.get_server_info()["internal_states"][0]["ddtree"]
-            if arguments.profile_steps:
+            if arguments.profile_tokens:
                 result["stages"] = stages(engine, flat[0], arguments)
     write_result(out, result)
 
@@ -140,7 +142,7 @@ def answers(engine: Any, prompts: Sequence[list[int]], tokens: int, concurrency:
 def timed(
     engine: Any, prompts: Sequence[list[int]], tokens: int, concurrency: int, repeats: int
 ) -> dict[str, Any]:
-    """Medians over repeats of the whole set, after one that warms up."""
+    """Medians over repeats of the whole set, after its first prompts have warmed up."""
     generate(engine, prompts[:concurrency], tokens, concurrency)
     seconds, counts, rounds = [], [], []
     for _ in range(repeats):
@@ -152,7 +154,9 @@ def timed(
         rounds.append(sum(info.get("spec_verify_ct", info["completion_tokens"]) for info in infos))
     rates = [count / taken for count, taken in zip(counts, seconds, strict=True)]
     return {
-        "tokens_per_s": interval(rates, statistics.median) if len(rates) > 1 else {"value": rates[0]},
+        "tokens_per_s": interval(rates, statistics.median)
+        if len(rates) > 2
+        else {"value": statistics.median(rates)},
         "tokens_per_round": statistics.median(c / r for c, r in zip(counts, rounds, strict=True)),
         "ms_per_round": 1000
         * statistics.median(taken * concurrency / r for taken, r in zip(seconds, rounds, strict=True)),
@@ -162,10 +166,12 @@ def timed(
 
 
 def stages(engine: Any, prompt: list[int], arguments: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of GPU time a round in each of the worker's stages, one request at a time."""
+    """Milliseconds a round of each of the worker's stages on the GPU's timeline, one request at a time, under the
+    profiler. Gaps in which the GPU waits for launches are inside, and the profiler lengthens them: stages compare
+    with each other, not with rounds."""
     with tempfile.TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, activities=["CPU", "GPU"])
-        said = generate(engine, [prompt], arguments.profile_steps * 4, 1)
+        said = generate(engine, [prompt], arguments.profile_tokens, 1)
         engine.stop_profile()
         rounds = said[0]["meta_info"]["spec_verify_ct"]
         total: dict[str, float] = defaultdict(float)

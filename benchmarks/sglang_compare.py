@@ -1,10 +1,11 @@
 """Greedy answers of an arm against those of plain decoding, for sglang_gpu.py.
 
-Compared is up to the first divergence on each prompt, nothing after it. A divergence is rounding when the gap
-between plain's two best log-probabilities there is at most twice the largest difference between the two arms on
-the tokens that they share. The control is plain decoding against itself at another batch size. An arm is right
-when rounding explains all of its divergences, and it has no more of them for each token than the control, beyond
-what chance does (95 %).
+Compared is up to the first divergence on each prompt, nothing after it. The control is plain decoding against
+itself at another batch size: how far two evaluations of one prefix differ there is rounding. A divergence is
+explained by it when the gap between plain's two best log-probabilities there is at most twice the control's
+largest difference. An arm is right when all its divergences are explained, its own largest difference is at most
+twice the control's, and it has no more divergences for each token than the control, beyond what chance does
+(95 %).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ CHANCE = 0.05
 
 def compared(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What a result says of the arms: all but their answers, how those compare with plain's, and the verdicts."""
+    check_asked(arms)
     reference = read(arms["plain"]["together"])
     results, right = {}, {}
     control = compare(reference, read(arms["plain"]["alone"]))
+    bound = 2 * control["largest_difference"]
     for name, arm in arms.items():
         results[name] = {key: value for key, value in arm.items() if key not in ("together", "alone")}
         if name == "plain":
@@ -32,14 +35,27 @@ def compared(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             continue
         found = compare(reference, read(arm["together"]))
         counts = (found["divergences"], found["tokens"], control["divergences"], control["tokens"])
+        found["unexplained"] = sum(gap > bound for gap in found["gaps"])
         found["chance"] = chance_of_as_many(*counts)
         results[name]["against_plain"] = found
-        right[name] = found["unexplained"] == 0 and found["chance"] > CHANCE
+        close = found["largest_difference"] <= bound
+        right[name] = found["unexplained"] == 0 and close and found["chance"] > CHANCE
     return {"right": right, "arms": results}
 
 
+def check_asked(arms: Mapping[str, Mapping[str, Any]]) -> None:
+    """SystemExit when arms were not asked for the same, as happens when a run goes on with other options."""
+    first = arms["plain"].get("asked")
+    for name, arm in arms.items():
+        if arm.get("asked") != first:
+            raise SystemExit(
+                f"{name} was measured with {arm.get('asked')} and plain with {first}: they cannot be compared; "
+                "measure again what differs, or choose another --work"
+            )
+
+
 def compare(reference: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
-    """First divergences, and those that rounding does not explain. gaps: plain's, at the divergences."""
+    """First divergences, plain's gaps there, and the largest difference before them."""
     tokens, largest, gaps = 0, 0.0, []
     for one, other in zip(reference, others, strict=True):
         differs = (i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
@@ -55,7 +71,6 @@ def compare(reference: Sequence[Answer], others: Sequence[Answer]) -> dict[str, 
         "tokens": tokens,
         "divergences": len(gaps),
         "per_1000": 1000 * len(gaps) / max(tokens, 1),
-        "unexplained": sum(gap > 2 * largest for gap in gaps),
         "largest_difference": largest,
         "gaps": sorted(gaps),
     }

@@ -1,4 +1,4 @@
-"""DDTREE on SGLang with a GPU, beside plain decoding and SGLang's own DFLASH: the same prompts, one session.
+"""DDTREE on SGLang with a GPU, beside plain decoding and SGLang's own DFLASH, on the same prompts.
 
     python benchmarks/sglang_gpu.py prepare models        # where ddtree and its default model are: writes both
     folders
@@ -13,7 +13,7 @@ interrupted goes on with the arms that are missing, and an arm that dies costs n
 - correctness, greedy, against plain decoding (benchmarks/sglang_compare.py).
 - time: tokens a second and milliseconds a round at each concurrency, and tokens a round. Tokens are those that the
   server counted.
-- a profile of some rounds: milliseconds of GPU time in each stage (`--profile-steps 0` leaves it out).
+- a profile of some rounds: how the stages share the GPU's timeline (`--profile-tokens 0` leaves it out).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
     run.add_argument("--tokens", type=int, default=256)
     run.add_argument("--repeats", type=int, default=3)
     run.add_argument("--dtype", default="bfloat16")
-    run.add_argument("--profile-steps", type=int, default=20)
+    run.add_argument("--profile-tokens", type=int, default=80, help="0: no profile")
     run.add_argument("--only", help="measure this arm alone, in this process, and compare nothing")
     return parser.parse_args()
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -21,3 +27,12 @@ def run(capsys):
         return end.value.code or 0, captured.out, captured.err
 
     return command
+
+
+@pytest.fixture(scope="session")
+def benchmark_module() -> Iterator[Callable[[str], ModuleType]]:
+    """A module of benchmarks/ by its name; they import one another as scripts do."""
+    folder = str(Path(__file__).resolve().parent.parent / "benchmarks")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)

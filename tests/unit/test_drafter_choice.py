@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -18,21 +15,12 @@ from ddtree.errors import ConfigError, DataError
 from tests.checkpoints import target_config, target_tensors, write_drafter, write_folder
 from tests.toys import VOCABULARY, toy_target
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TURNS = 9
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    """A module of benchmarks/ by its name; they import one another as scripts do."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module
-    sys.path.remove(str(BENCHMARKS))
-
-
-@pytest.fixture(scope="module")
-def choosing(benchmark):
-    return benchmark("choosing")
+def choosing(benchmark_module):
+    return benchmark_module("choosing")
 
 
 def cost(device, plain_ms, **drafters):
@@ -279,11 +267,11 @@ def test_a_file_that_holds_no_costs(choosing, tmp_path, content):
 # The table
 
 
-def test_the_table_of_a_result(benchmark, choosing, tmp_path, monkeypatch):
-    tables = benchmark("tables")
+def test_the_table_of_a_result(benchmark_module, choosing, tmp_path, monkeypatch):
+    tables = benchmark_module("tables")
     report = choosing.choose(COSTS, GOOD)
     (tmp_path / "drafter_choice.json").write_text(json.dumps(report))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark_module("tables_common"), "RESULTS", tmp_path)
     assert tables.filled("<!-- table: drafter_choice -->\n<!-- end -->").splitlines()[1:] == [
         "| drafter | maths | chat | mean |",
         "| --- | --: | --: | --: |",
@@ -318,9 +306,9 @@ def toy(tmp_path_factory):
     return root
 
 
-def test_rounds_of_tiny_models_are_timed_and_chosen_from(benchmark, choosing, toy, tmp_path):
+def test_rounds_of_tiny_models_are_timed_and_chosen_from(benchmark_module, choosing, toy, tmp_path):
     """Both verbs, from models to the verdict. Toys in float64 say in every mode what plain decode says."""
-    drafter_choice = benchmark("drafter_choice")
+    drafter_choice = benchmark_module("drafter_choice")
     out = tmp_path / "cost.json"
     drafters = f"one={toy / 'one'} two={toy / 'two'}"
     options = "--budget 8 3 --prompts 2 --repeats 2 --max-tokens 12 --device cpu --dtype float64 --threads 1"
@@ -351,9 +339,9 @@ def test_rounds_of_tiny_models_are_timed_and_chosen_from(benchmark, choosing, to
     assert sorted(report["verdict"]["ranking"]) == ["one", "two"]
 
 
-def test_rounds_at_the_end_of_an_answer_are_not_timed(benchmark, toy, tmp_path, monkeypatch):
+def test_rounds_at_the_end_of_an_answer_are_not_timed(benchmark_module, toy, tmp_path, monkeypatch):
     """They draft no further than the answer goes, and cost less than the others."""
-    drafter_choice = benchmark("drafter_choice")
+    drafter_choice = benchmark_module("drafter_choice")
     plans = []
     within = drafter_choice.RoundPlan.within
     monkeypatch.setattr(
@@ -373,7 +361,7 @@ def test_rounds_at_the_end_of_an_answer_are_not_timed(benchmark, toy, tmp_path, 
         (["a=shipped"], "no drafter is shipped for target"),
     ],
 )
-def test_drafters_need_names(benchmark, toy, tmp_path, drafters, message):
+def test_drafters_need_names(benchmark_module, toy, tmp_path, drafters, message):
     arguments = ["cost", "--model", str(toy / "target"), "--drafter", *drafters, "--out", str(tmp_path / "x.json")]
     with pytest.raises(SystemExit, match=message):
-        benchmark("drafter_choice").main(arguments)
+        benchmark_module("drafter_choice").main(arguments)
