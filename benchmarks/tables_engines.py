@@ -106,7 +106,7 @@ def sglang_right() -> str:
             [
                 "plain, one request at a time (the control)" if name == "plain" else name,
                 f"{found['divergences']} in {found['tokens']:,} ({found['per_1000']:.1f} per 1,000)",
-                str(found["unexplained"]),
+                str(found.get("unexplained", "")),
                 f"{found['chance']:.2f}" if "chance" in found else "",
                 f"{found['largest_difference']:.2f}",
             ]
