@@ -156,7 +156,7 @@ def test_a_checkpoint_keeps_its_edges(loaded, tmp_path):
     assert load_drafter(tmp_path / "d", target).edges is None
 
 
-@pytest.mark.parametrize("fault", ["truncated", "missing", "narrow", "extra"])
+@pytest.mark.parametrize("fault", ["truncated", "missing", "narrow", "extra", "NaN", "overflow", "folder"])
 def test_a_file_of_edges_that_does_not_fit_is_refused(tmp_path, fault):
     net = EdgeNet(12 if fault == "narrow" else 24, 16, 8)
     save_edges(tmp_path, net)
@@ -167,6 +167,13 @@ def test_a_file_of_edges_that_does_not_fit_is_refused(tmp_path, fault):
         save_file({"mix.weight": net.mix.weight.detach()}, path)
     if fault == "extra":
         save_file({**net.state_dict(), "bias": torch.zeros(3)}, path)
+    if fault in ("NaN", "overflow"):
+        child = net.child.weight.detach().double()
+        child[3, 5] = torch.nan if fault == "NaN" else 1e300
+        save_file({**net.state_dict(), "child.weight": child}, path)
+    if fault == "folder":
+        path.unlink()
+        path.mkdir()
     with pytest.raises(CheckpointError, match=f"{EDGES_FILE}: not an edge net for hidden size 24.*remove it"):
         load_edges(tmp_path, 24, torch.float32, torch.device("cpu"))
     assert load_edges(tmp_path / "nowhere", 24, torch.float32, torch.device("cpu")) is None

@@ -88,7 +88,8 @@ def save_edges(folder: Path, net: EdgeNet) -> None:
 
 
 def load_edges(folder: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> EdgeNet | None:
-    """The net beside a checkpoint, None where there is none. CheckpointError when it does not fit `hidden`."""
+    """The net beside a checkpoint, None where there is none. CheckpointError when it does not fit `hidden`, or is
+    damaged."""
     path = folder / EDGES_FILE
     if not path.exists():
         return None
@@ -97,7 +98,11 @@ def load_edges(folder: Path, hidden: int, dtype: torch.dtype, device: torch.devi
         inner, rank = tensors["mix.weight"].shape[::-1]
         net = EdgeNet(hidden, inner, rank)
         net.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        # One NaN and no candidate is left of a position: a drafter that drafts nothing, and nobody is told.
+        for name, parameter in net.named_parameters():
+            if not parameter.isfinite().all():
+                raise ValueError(f"{name} holds numbers that are not finite")
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path}: not an edge net for hidden size {hidden} ({reason}); fetch the file again, or remove it to "
