@@ -69,6 +69,21 @@ def test_views_are_read_as_what_they_show(kernel):
     check(kernel, Candidates(*(getattr(whole, field.name)[::2, 1:] for field in dataclasses.fields(whole))), 9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scores_that_do_not_fit_the_keys_are_left_to_torch(kernel, dtype):
+    whole = random_candidates(np.random.default_rng(5), "edges", 2, 5, 8)
+    check(kernel, dataclasses.replace(whole, log_probs_RDSK=whole.log_probs_RDSK.to(dtype)), 9)
+
+
+def test_narrow_anchors_make_no_narrow_tree(kernel):
+    candidates = random_candidates(np.random.default_rng(5), "edges", 2, 5, 8)
+    anchors_R = torch.tensor([3, 4])
+    assert_same(kernel(candidates, anchors_R.int(), 9), kernel(candidates, anchors_R, 9), 9)
+    assert kernel(candidates, anchors_R.int(), 9).parents_RN.dtype == torch.int64
+    with pytest.raises(AssertionError, match="one anchor for each sequence"):
+        kernel(candidates, anchors_R[:1], 9)
+
+
 @pytest.mark.parametrize("depth", [128, 129, 140])
 def test_trees_too_deep_for_the_keys_are_built_by_torch(kernel, depth):
     candidates = random_candidates(np.random.default_rng(3), "units", 1, depth, 2)

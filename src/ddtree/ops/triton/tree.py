@@ -27,7 +27,10 @@ FEWEST_SLOTS = 16
 def build_tree(candidates: Candidates, anchors_R: Tensor, budget: int) -> DraftTree:
     """As `tree.build.build_tree`, on a device. Trees that the keys cannot hold are built by that."""
     sequences, levels, states, ranks = candidates.log_probs_RDSK.shape
-    if levels > LEVELS.value or ranks > RANKS.value or budget >= NODES.value or levels * ranks == 0:
+    assert anchors_R.shape == (sequences,), "one anchor for each sequence"
+    anchors_R = anchors_R.long()  # what the tree's numbers are made of
+    held = levels <= LEVELS.value and ranks <= RANKS.value and budget < NODES.value
+    if not held or levels * ranks == 0 or candidates.log_probs_RDSK.dtype != torch.float32:
         return build_in_torch(candidates, anchors_R, budget)
     tree = DraftTree(
         tokens_RN=anchors_R.new_empty(sequences, budget + 1),
