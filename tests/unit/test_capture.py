@@ -76,6 +76,32 @@ def test_a_disk_without_room_is_named_before_anything_is_captured(tmp_path, monk
     assert not list(tmp_path.glob("*.bin"))
 
 
+def test_room_is_asked_for_again_where_a_file_is_only_as_long_as_it_will_be(tmp_path, monkeypatch):
+    """A run that was stopped early leaves a file of full length with next to nothing in it."""
+    on_disk(tmp_path, "key", 10**6, 3, 8, torch.float64)
+    usage = type("Usage", (), {"free": 10**7})
+    monkeypatch.setattr("ddtree.training.feature_store.shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(StorageError, match="are free; free some space"):
+        on_disk(tmp_path, "key", 10**6, 3, 8, torch.float64)
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut"])
+def test_features_that_are_gone_are_captured_again(tmp_path, harm):
+    """What is left of the folder must not vouch for them: a run would train on zeros."""
+    store = on_disk(tmp_path, "key", 10, 3, 8, torch.float64)
+    store.captured_E.fill_(1)
+    store.rows_TF.fill_(5.0)
+    again = on_disk(tmp_path, "key", 10, 3, 8, torch.float64)
+    assert (again.captured_E.tolist(), float(again.rows_TF.min())) == ([1, 1, 1], 5.0)
+    path = tmp_path / "features-key.bin"
+    if harm == "removed":
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            file.truncate(100)
+    assert on_disk(tmp_path, "key", 10, 3, 8, torch.float64).captured_E.tolist() == [0, 0, 0]
+
+
 def test_features_too_many_for_the_device_are_refused_with_the_other_ways():
     with pytest.raises(ConfigError, match=r"take 0\.1 GiB, but feature_cache_gib is 0\.01; .*feature_cache_dir"):
         on_device(1000, 3, 16384, torch.float64, torch.device("cpu"), 0.01)

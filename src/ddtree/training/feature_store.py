@@ -55,7 +55,10 @@ def on_disk(folder: Path, key: str, tokens: int, examples: int, width: int, dtyp
     size = tokens * width * dtype.itemsize
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        have = path.stat().st_size if path.exists() else 0
+        if not path.exists() or path.stat().st_size != size:
+            flags.unlink(missing_ok=True)  # what they speak of is not there any more
+        # A file of full length takes no room on the disk where nothing was written yet.
+        have = path.stat().st_blocks * 512 if path.exists() else 0
         free = shutil.disk_usage(folder).free
         if free < size - have:
             raise StorageError(
