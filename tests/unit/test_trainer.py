@@ -85,6 +85,18 @@ def test_another_recipe_is_not_resumed(tmp_path, change):
         new_trainer(tmp_path / "data", **change).resume(state)
 
 
+def test_other_answers_are_not_resumed_with(tmp_path):
+    """Wherever they lie: which examples a step sees follows from them."""
+    first = new_trainer(tmp_path / "data")
+    next(first.steps())
+    first.save(tmp_path / "run")
+    state = read_state(latest(tmp_path / "run"))
+    new_trainer(tmp_path / "elsewhere").resume(state)
+    new_trainer(tmp_path / "data").resume(dataclasses.replace(state, data=""))
+    with pytest.raises(ConfigError, match="other answers than this run began with; give it those"):
+        new_trainer(tmp_path / "more", count=31).resume(state)
+
+
 def test_a_longer_run_may_go_on(tmp_path):
     first = new_trainer(tmp_path / "data")
     next(first.steps())

@@ -38,11 +38,12 @@ STEP = re.compile(r"step-[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """A point of a run that can be resumed: the step, and tensors by name."""
+    """A point of a run that can be resumed: the step, and tensors by name. data: the key of its examples."""
 
     step: int
     recipe: dict[str, Any]
     tensors: dict[str, Tensor]
+    data: str = ""
 
 
 def write_state(folder: Path, state: TrainState) -> None:
@@ -50,7 +51,7 @@ def write_state(folder: Path, state: TrainState) -> None:
     with new_folder(folder) as partial:
         tensors = {name: t.detach().cpu().contiguous() for name, t in state.tensors.items()}
         save_file(tensors, partial / "tensors.safetensors")
-        content = {"step": state.step, "recipe": state.recipe}
+        content = {"step": state.step, "data": state.data, "recipe": state.recipe}
         (partial / "state.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -58,7 +59,8 @@ def read_state(folder: Path) -> TrainState:
     """Read a state folder. CheckpointError when it is damaged."""
     try:
         content = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        return TrainState(int(content["step"]), dict(content["recipe"]), load_file(folder / "tensors.safetensors"))
+        tensors = load_file(folder / "tensors.safetensors")
+        return TrainState(int(content["step"]), dict(content["recipe"]), tensors, str(content.get("data", "")))
     except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder}: this training state is damaged ({error}); remove it to resume from the one before"

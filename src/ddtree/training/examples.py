@@ -55,6 +55,14 @@ class Examples:
         """Tokens of all examples together, prompts included."""
         return int((self.ends_E - self.starts_E).sum())
 
+    @property
+    def key(self) -> str:
+        """A hash of every token and of what is an answer: other data have another."""
+        digest = hashlib.blake2b(digest_size=8)
+        for tensor in (self.tokens_T, self.starts_E, self.ends_E, self.prompts_E):
+            digest.update(tensor.numpy().tobytes())
+        return digest.hexdigest()
+
     def take(self, index_E: Tensor) -> Examples:
         """Some of the examples; the tokens are shared."""
         return Examples(

@@ -79,6 +79,7 @@ class Trainer:
             raise DataError("all examples answer one prompt, which leaves none to train on; add prompts")
         # Each process trains on its share, so that the features of all fit into the GPUs together.
         self._training = self._training.take(torch.arange(group.rank, len(self._training), group.size))
+        self._data = examples.key
         self._tokens_T = examples.tokens_T.to(target.device)
         ids = self.model.spec.layer_ids
         self._objective = Objective(
@@ -142,7 +143,7 @@ class Trainer:
             card = {"training.json": {"recipe": _public(recipe), "step": self.step, **provenance()}}
             save_drafter(folder, self.drafter_config, self.model, self._vocabulary, edges=self.edges, extra=card)
             tensors = model_tensors(self._trained) | optimizer_tensors(self._optimizers)
-            write_state(folder / "state", TrainState(self.step, recipe, tensors))
+            write_state(folder / "state", TrainState(self.step, recipe, tensors, self._data))
             prune(run)
         self.group.wait()
         return folder
@@ -151,6 +152,11 @@ class Trainer:
         """Go on from a state: the next step's loss is the one an unbroken run would have had. ConfigError when the
         recipe is for another drafter or other data than the run began with."""
         check_resumable(self.config, state.recipe)
+        if state.data not in ("", self._data):  # states of old did not say
+            raise ConfigError(
+                f"{self.config.data}: other answers than this run began with; give it those, or begin another run "
+                "with --out"
+            )
         restore(state, self._trained, self._optimizers)
         self.step = state.step
 
