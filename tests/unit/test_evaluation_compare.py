@@ -146,6 +146,11 @@ def test_other_prompts_cannot_be_paired():
         compare(document({"maths": MATHS}), document({"code": CODE}), ("A", "B"))
 
 
+def test_figures_of_fewer_prompts_cannot_be_paired():
+    with pytest.raises(DataError, match="task maths: figures of 60 and of 59 prompts cannot be paired"):
+        compare(document({"maths": MATHS}), document({"maths": MATHS[:-1]}), ("A", "B"))
+
+
 def test_no_rounds_at_all():
     a = document({"maths": MATHS})
     for arm in ARMS:
@@ -169,6 +174,8 @@ def test_percent():
         ("{broken", "no result of `ddtree eval`"),
         ("[1]", "it has no tasks"),
         ('{"tasks": 3}', "it has no tasks"),
+        ('{"tasks": {"maths": [3]}}', "task maths does not say which prompts it had"),
+        ('{"tasks": {"maths": {"chain": {}}}}', "task maths does not say which prompts it had"),
         ('{"runs": [{}, {}]}', "holds 2 runs"),
     ],
 )

@@ -78,6 +78,17 @@ def test_nothing_measured_is_zero_and_no_crash():
     assert (found.mean.value, found.rounds, found.depths, found.contexts, found.expected) == (0.0, 0, (), (), None)
 
 
+def test_samples_without_a_round_say_nothing():
+    """One answer of ten reaches far: a third of the samples lack it, and no round of those committed 0 tokens."""
+    answers = [[one(300, 3)], *([one(10, 3)] for _ in range(9))]
+    mean = figures(answers).contexts[1].mean
+    assert (mean.low, mean.value, mean.high) == (3, 3, 3)
+    value, samples = paired_ratios([(4, 2), (0, 0)], [(6, 2), (0, 0)], resamples(2))
+    assert value == 1.5
+    assert np.isnan(samples).any()
+    assert set(samples[~np.isnan(samples)]) == {1.5}
+
+
 def test_pairs_stay_pairs():
     """B is better by a tenth on every prompt, however much prompts differ: there is no doubt about that."""
     a = [(10 * n, 5) for n in range(1, 30)]

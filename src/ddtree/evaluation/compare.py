@@ -129,6 +129,10 @@ def _pairs(
             "prompts, --limit and chat template"
         )
     first, second = ([(int(t), int(r)) for t, r in side[arm]["per_prompt"]] for side in (a, b))
+    if len(first) != len(second):
+        raise DataError(
+            f"task {task}: figures of {len(first)} and of {len(second)} prompts cannot be paired; measure anew"
+        )
     if not sum(rounds for _, rounds in first) or not sum(rounds for _, rounds in second):
         raise DataError(f"task {task}: no answer took a round, so there is nothing to compare")
     return first, second

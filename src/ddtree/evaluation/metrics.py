@@ -107,9 +107,9 @@ def resamples(prompts: int, draws: int = DRAWS, seed: int = 0) -> Array:
 
 
 def totals(per_prompt: Sequence[tuple[int, int]], weights: Array) -> Array:
-    """Tokens per round in each sample; 0 where a sample has no rounds. [draws]."""
+    """Tokens per round in each sample; NaN where a sample has no rounds, which says nothing. [draws]."""
     sums = weights @ np.asarray(per_prompt, dtype=np.float64).reshape(-1, 2)
-    return np.divide(sums[:, 0], sums[:, 1], out=np.zeros(len(sums)), where=sums[:, 1] > 0)
+    return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
 
 
 def paired_ratios(
@@ -121,8 +121,10 @@ def paired_ratios(
 
 
 def _ratio(per_prompt: Sequence[tuple[int, int]], weights: Array) -> Interval:
+    if not sum(rounds for _, rounds in per_prompt):
+        return Interval(0.0, 0.0, 0.0)
     value = totals(per_prompt, np.ones((1, len(per_prompt))))[0]
-    low, high = np.percentile(totals(per_prompt, weights), [2.5, 97.5])
+    low, high = np.nanpercentile(totals(per_prompt, weights), [2.5, 97.5])
     return Interval(float(value), float(low), float(high))
 
 

@@ -72,6 +72,9 @@ def read_result(path: Path) -> dict[str, Any]:
         raise DataError(f"{path}: holds {len(content['runs'])} runs; measure with --out and name one of its files")
     if not isinstance(content, dict) or not isinstance(content.get("tasks"), dict):
         raise DataError(f"{path}: no result of `ddtree eval`: it has no tasks")
+    for name, task in content["tasks"].items():
+        if not isinstance(task, dict) or "prompt_hash" not in task:
+            raise DataError(f"{path}: no result of `ddtree eval`: task {name} does not say which prompts it had")
     return content
 
 
