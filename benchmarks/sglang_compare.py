@@ -4,8 +4,8 @@ Compared is up to the first divergence on each prompt, nothing after it. The con
 itself at another batch size: how far two evaluations of one prefix differ there is rounding. A divergence is
 explained by it when the gap between plain's two best log-probabilities there is at most twice the control's
 largest difference. An arm is right when all its divergences are explained, its own largest difference is at most
-twice the control's, and it has no more divergences for each token than the control, beyond what chance does
-(95 %).
+twice the control's, no answer ends where plain's goes on with the same tokens so far or the other way round, and
+it has no more divergences for each token than the control, beyond what chance does (95 %).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def compared(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     results, right = {}, {}
     control = compare(reference, read(arms["plain"]["alone"]))
     bound = 2 * control["largest_difference"]
+    if not math.isfinite(bound):
+        raise SystemExit("plain decoding's log-probabilities are no numbers, so nothing can be judged by them")
     for name, arm in arms.items():
         results[name] = {key: value for key, value in arm.items() if key not in ("together", "alone")}
         if name == "plain":
@@ -35,11 +37,12 @@ def compared(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             continue
         found = compare(reference, read(arm["together"]))
         counts = (found["divergences"], found["tokens"], control["divergences"], control["tokens"])
-        found["unexplained"] = sum(gap > bound for gap in found["gaps"])
+        found["unexplained"] = sum(not gap <= bound for gap in found["gaps"])
         found["chance"] = chance_of_as_many(*counts)
         results[name]["against_plain"] = found
         close = found["largest_difference"] <= bound
-        right[name] = found["unexplained"] == 0 and close and found["chance"] > CHANCE
+        whole = found["other_ends"] == 0
+        right[name] = found["unexplained"] == 0 and close and whole and found["chance"] > CHANCE
     return {"right": right, "arms": results}
 
 
@@ -55,16 +58,20 @@ def check_asked(arms: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def compare(reference: Sequence[Answer], others: Sequence[Answer]) -> dict[str, Any]:
-    """First divergences, plain's gaps there, and the largest difference before them."""
-    tokens, largest, gaps = 0, 0.0, []
+    """First divergences, plain's gaps there, the largest difference before them, and answers that only end
+    elsewhere."""
+    tokens, largest, gaps, other_ends = 0, 0.0, [], 0
     for one, other in zip(reference, others, strict=True):
         differs = (i for i, (a, b) in enumerate(zip(one.tokens, other.tokens, strict=False)) if a != b)
         place = next(differs, None)
         end = min(len(one.tokens), len(other.tokens)) if place is None else place
         for a, b in zip(one.log_probs[:end], other.log_probs[:end], strict=True):
-            largest = max(largest, abs(a - b))
+            # A NaN is smaller than nothing, and would pass for equal.
+            largest = max(largest, math.inf if math.isnan(a - b) else abs(a - b))
         tokens += end
-        if place is not None:
+        if place is None:
+            other_ends += len(one.tokens) != len(other.tokens)
+        else:
             tokens += 1
             gaps.append(one.gaps[place])
     return {
@@ -72,6 +79,7 @@ def compare(reference: Sequence[Answer], others: Sequence[Answer]) -> dict[str, 
         "divergences": len(gaps),
         "per_1000": 1000 * len(gaps) / max(tokens, 1),
         "largest_difference": largest,
+        "other_ends": other_ends,
         "gaps": sorted(gaps),
     }
 

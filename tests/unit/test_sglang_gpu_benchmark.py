@@ -60,6 +60,29 @@ def test_an_arm_that_disturbs_one_prompt_is_wrong_and_excuses_no_other(comparing
     assert result["right"] == {"tree": False}
 
 
+NAN = float("nan")
+
+
+def test_log_probabilities_that_are_no_numbers_are_not_right(comparing: ModuleType) -> None:
+    result = comparing.compared(arms(comparing, 0.1, (-0.1, NAN, -0.3, -0.4)))
+    assert result["right"] == {"tree": False}
+    assert comparing.compared(arms(comparing, NAN, (-0.1, -0.2, -0.3, -0.4)))["right"] == {"tree": False}
+    some = arms(comparing, 0.1, (-0.1, -0.2, -0.3, -0.4))
+    some["plain"]["alone"][1]["log_probs"] = (-0.1, NAN, -0.3, -0.4)
+    with pytest.raises(SystemExit, match="plain decoding's log-probabilities are no numbers"):
+        comparing.compared(some)
+
+
+@pytest.mark.parametrize("ends", [0, 3])
+def test_an_answer_that_only_stops_too_early_is_not_right(comparing: ModuleType, ends: int) -> None:
+    """Its tokens are plain's, as far as they go."""
+    some = arms(comparing, 0.1, (-0.1, -0.2, -0.3, -0.4))
+    some["tree"]["together"][1] = {name: row[:ends] for name, row in some["tree"]["together"][1].items()}
+    result = comparing.compared(some)
+    assert result["arms"]["tree"]["against_plain"]["other_ends"] == 1
+    assert result["right"] == {"tree": False}
+
+
 def test_arms_that_were_asked_for_other_things_are_not_compared(comparing: ModuleType) -> None:
     some = arms(comparing, 0.1, (-0.1, -0.2, -0.3, -0.4))
     some["tree"]["asked"] = {"tokens": "64"}
