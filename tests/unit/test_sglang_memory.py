@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from ddtree.sglang_plugin.demand import _prefill_chunk
 from ddtree.sglang_plugin.memory import Demand, plan_memory
 
 GIB = 2**30
@@ -58,3 +60,9 @@ def test_index_tables_of_captured_graphs_grow_with_rows_and_context() -> None:
 def test_a_gpu_that_is_too_small_is_said_to_be() -> None:
     plan = plan_memory(16 * GIB, QWEN)
     assert (plan.kv, plan.tokens, plan.works) == (0, 0, False)
+
+
+@pytest.mark.parametrize(("given", "tokens"), [(None, 8192), (2048, 2048), (-1, 32_768)])
+def test_prompts_that_are_not_cut_take_the_whole_context_at_once(given: int | None, tokens: int) -> None:
+    arguments = SimpleNamespace(chunked_prefill_size=given, max_prefill_tokens=16_384)
+    assert _prefill_chunk(arguments, 32_768) == tokens

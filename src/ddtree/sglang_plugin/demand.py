@@ -35,6 +35,7 @@ def demand_of(arguments: Any, settings: Settings, edges: EdgeNet | None) -> Dema
     target = config.hf_text_config
     hf = draft_hf_config(arguments)
     drafter = getattr(hf, "text_config", None) or hf
+    context = int(arguments.context_length or target.max_position_embeddings)
     ranks = int(arguments.tp_size)
     number = BYTES.get(str(arguments.kv_cache_dtype), HALF)
     cells = sum(_kv_cells(text, ranks) for text in (target, drafter))
@@ -49,8 +50,8 @@ def demand_of(arguments: Any, settings: Settings, edges: EdgeNet | None) -> Dema
         vocab_size=int(target.vocab_size),
         hidden=int(target.hidden_size),
         requests=int(arguments.max_running_requests),
-        context=int(arguments.context_length or target.max_position_embeddings),
-        prefill_chunk=int(arguments.chunked_prefill_size or 8192),
+        context=context,
+        prefill_chunk=_prefill_chunk(arguments, context),
         graph_batch=_graph_batch(arguments),
     )
 
@@ -59,6 +60,12 @@ def _pairs(settings: Settings) -> int:
     """Pairs of candidates that edges rescore in a round of one request."""
     count = edge_count(settings.plan.candidates)
     return settings.plan.horizon * count * count
+
+
+def _prefill_chunk(arguments: Any, context: int) -> int:
+    """Prompt tokens in one pass. Below 0 SGLang cuts no prompt, and one of the whole context is one pass."""
+    chunk = int(arguments.chunked_prefill_size or 8192)
+    return chunk if chunk > 0 else max(context, int(arguments.max_prefill_tokens))
 
 
 def _number(arguments: Any) -> int:
