@@ -121,6 +121,43 @@ def test_a_kernel_that_fails_is_not_used(kernel, monkeypatch, caplog, instead, t
         check_builder(instead, CPU)
 
 
+def one_token(kernel):
+    """Right where children do not depend on their parent."""
+
+    def build(candidates, anchors_R, budget):
+        first_RDSK = candidates.log_probs_RDSK[:, :, :1].expand_as(candidates.log_probs_RDSK)
+        return kernel(dataclasses.replace(candidates, log_probs_RDSK=first_RDSK), anchors_R, budget)
+
+    return build
+
+
+def every_candidate(kernel):
+    """Right where no candidate is missing."""
+
+    def build(candidates, anchors_R, budget):
+        there_RDSK = candidates.log_probs_RDSK.clamp(min=-100)
+        return kernel(dataclasses.replace(candidates, log_probs_RDSK=there_RDSK), anchors_R, budget)
+
+    return build
+
+
+def small_trees(kernel):
+    """Right but for the largest trees."""
+
+    def build(candidates, anchors_R, budget):
+        tree = kernel(candidates, anchors_R, budget)
+        return dataclasses.replace(tree, depths_RN=tree.depths_RN + 1) if budget > 250 else tree
+
+    return build
+
+
+@pytest.mark.parametrize("fault", [one_token, every_candidate, small_trees])
+def test_a_kernel_that_fails_in_one_case_is_found_out(fault):
+    with pytest.raises(ValueError, match="differ from torch's"):
+        check_builder(fault(build_tree), CPU)
+    check_builder(build_tree, CPU)
+
+
 def test_a_triton_that_cannot_be_imported_costs_speed_alone(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "ddtree.ops.triton.tree", None)
     with caplog.at_level(logging.WARNING):

@@ -93,9 +93,11 @@ def _tree_builder(device: torch.device) -> Builder:
 
 def check_builder(kernel: Builder, device: torch.device) -> None:
     """Build some trees by a kernel and by torch, in every size that kernels are compiled for: scores with ties and
-    with candidates missing, which depend on the parent and which do not. ValueError when they differ."""
+    with candidates that run out, which depend on the parent and which do not. ValueError when they differ."""
     generator = torch.Generator("cpu").manual_seed(0)
     anchors_R = torch.arange(3, device=device)
+    # Where little is offered candidates run out before the budget does.
+    least_R = torch.tensor([-4.0, -2.0, -1.0], device="cpu")
     for budget in (rows - 1 for rows in ROW_BUCKETS):
         for states in (1, 6):
             shape = (3, 7, states, 6)
@@ -103,7 +105,7 @@ def check_builder(kernel: Builder, device: torch.device) -> None:
             scores = (2 * scores).round().div(2).sort(descending=True).values
             candidates = Candidates(
                 torch.randint(1000, shape, generator=generator, device="cpu").to(device),
-                scores.masked_fill(scores < -4, -torch.inf).to(device),
+                scores.masked_fill(scores < least_R[:, None, None, None], -torch.inf).to(device),
                 torch.randint(states, shape, generator=generator, device="cpu").to(device),
             )
             mine, other = (build(candidates, anchors_R, budget) for build in (kernel, build_tree))
