@@ -11,7 +11,7 @@ import torch
 from ddtree.errors import CheckpointError, ConfigError
 from ddtree.models.drafter_spec import parse_drafter
 from ddtree.ops import View
-from ddtree.training.config import CHOICES, RANGES, TrainConfig, read_config, resolve_drafter
+from ddtree.training.config import CHOICES, RANGES, TrainConfig, check_resumable, read_config, resolve_drafter
 from ddtree.training.optimizer import learning_rate
 from ddtree.training.start import new_drafter, resolve_device, resolve_dtype
 from tests.toys import MASK, VOCABULARY, toy_target
@@ -119,6 +119,34 @@ def test_every_choice_of_dtype_is_understood():
         torch.float32,
         torch.float64,
     ]
+
+
+MAY_CHANGE = {
+    *("data", "out", "device", "dtype", "compile", "feature_cache_gib", "feature_cache_dir"),
+    *("steps", "learning_rate", "final_learning_rate", "warmup_steps", "weight_decay", "clip_norm"),
+    *("decay_gamma", "dpace_alpha", "soft_share", "soft_temperature"),
+    *("log_every", "validate_every", "checkpoint_every", "budget"),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_a_run_keeps(name):
+    """The drafter, its optimiser, and what each step sees; lists come back from JSON."""
+    config = TrainConfig("answers", "run", target_layer_ids=(2, 0))
+    begun = {key: list(v) if isinstance(v, tuple) else v for key, v in dataclasses.asdict(config).items()}
+    check_resumable(config, begun)
+    if name in MAY_CHANGE:
+        check_resumable(config, begun | {name: "another"})
+    else:
+        with pytest.raises(ConfigError, match=f"{name} is .*, but this run began with 'another'; keep it"):
+            check_resumable(config, begun | {name: "another"})
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto", 3) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto", 3) == torch.device("cpu")
 
 
 def test_nonsense_for_the_machine_is_refused(monkeypatch, tmp_path):

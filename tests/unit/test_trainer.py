@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from ddtree.errors import ConfigError, DataError
+from ddtree.errors import CheckpointError, ConfigError, DataError
 from ddtree.training.checkpoint import latest, read_state
 from ddtree.training.config import TrainConfig
 from ddtree.training.examples import load_examples, pack_for_step, split_examples, write_shard
-from ddtree.training.start import new_drafter
+from ddtree.training.start import load_weights, new_drafter
 from ddtree.training.trainer import Trainer
 from tests.toys import MASK, VOCABULARY, random_tokens, toy_target
 
@@ -105,6 +105,24 @@ def test_a_longer_run_may_go_on(tmp_path):
     longer = new_trainer(tmp_path / "data", **changes)
     longer.resume(read_state(latest(tmp_path / "run")))
     assert next(longer.steps()).step == 2
+
+
+def test_a_run_can_begin_with_the_weights_of_a_drafter(tmp_path):
+    """As the folder has them, in bfloat16, and they go on learning."""
+    first = new_trainer(tmp_path / "data")
+    next(first.steps())
+    folder = first.save(tmp_path / "run")
+    target = toy_target("qwen3")
+    drafter = new_drafter(CONFIG, target)
+    load_weights(drafter[1], folder)
+    for mine, stored in zip(drafter[1].parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(mine, stored.bfloat16().double())
+    before = [p.detach().clone() for p in drafter[1].parameters()]
+    next(Trainer(CONFIG, target, drafter, write_examples(tmp_path / "data")).steps())
+    assert not any(map(torch.equal, before, drafter[1].parameters()))
+    wider = new_drafter(dataclasses.replace(CONFIG, intermediate=40), target)[1]
+    with pytest.raises(CheckpointError, match="configuration and weights do not belong together"):
+        load_weights(wider, folder)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
