@@ -30,24 +30,45 @@ QWEN = Demand(
 
 
 def test_the_parts_add_up_to_less_than_the_gpu() -> None:
-    plan = plan_memory(80 * GIB, QWEN)
-    parts = (
-        plan.weights + plan.drafter + plan.kv + plan.logits + plan.graph_indices + plan.masks + plan.activations
-    )
-    assert parts <= 80 * GIB
-    assert plan.fraction * plan.total <= plan.weights + plan.drafter + plan.kv
+    plan = plan_memory(80 * GIB, replace(QWEN, edges=GIB, pairs=15 * 16 * 16))
+    static = plan.weights + plan.drafter + plan.edges + plan.kv
+    parts = static + plan.logits + plan.graph_indices + plan.masks + plan.pairs + plan.activations
+    assert 0.97 * 80 * GIB < parts <= 0.98 * 80 * GIB, "no part is counted twice or left out"
+    assert static - 80 * GIB / 100 <= plan.fraction * plan.total <= static
     assert plan.tokens * QWEN.kv_token <= plan.kv
     assert plan.works
     assert plan.fitting * (QWEN.context + 2 * QWEN.rows) <= plan.tokens
 
 
 @pytest.mark.parametrize(
-    "changes", [{"rows": 65}, {"requests": 96}, {"context": 131_072}, {"graph_batch": 160}, {"weights": 60 * GIB}]
+    "changes",
+    [
+        {"rows": 65},
+        {"requests": 96},
+        {"context": 131_072},
+        {"graph_batch": 160},
+        {"weights": 60 * GIB},
+        {"edges": GIB},
+        {"pairs": 15 * 16 * 16},
+        {"horizon": 31},
+        {"prefill_chunk": 16_384},
+    ],
 )
 def test_whatever_asks_for_more_leaves_less(changes: dict[str, int]) -> None:
     before, after = plan_memory(80 * GIB, QWEN), plan_memory(80 * GIB, replace(QWEN, **changes))
     assert after.tokens < before.tokens
     assert after.fitting < before.fitting or "weights" not in changes
+
+
+def test_numbers_by_hand() -> None:
+    """Two requests of three rows over five drafted depths, without graphs."""
+    tiny = Demand(100, 10, 1, 7, 50, 3, 5, 11, 13, 2, 17, 4, 0)
+    plan = plan_memory(4 * GIB, tiny)
+    assert plan.logits == 4 * 11 * 2 * (3 + 5 + 5)
+    assert plan.masks == 2 * 3 * (17 + 3)
+    assert plan.pairs == 48 * 2 * 7
+    assert plan.activations == 3 * GIB + 12 * 13 * (2 * 3), "rounds are wider than the prefill here"
+    assert plan.fitting == plan.tokens // (17 + 2 * 3)
 
 
 def test_index_tables_of_captured_graphs_grow_with_rows_and_context() -> None:
