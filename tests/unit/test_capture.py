@@ -119,8 +119,10 @@ def test_the_key_follows_target_layers_and_tokens(tmp_path):
         feature_key(target, (0, 1), False, examples),
         feature_key(target, (0, 2), True, examples),
         feature_key(target, (0, 2), False, examples.take(torch.arange(5))),
+        feature_key(target, (0, 2), False, dataclasses.replace(examples, ends_E=examples.ends_E - 1)),
+        feature_key(target, (0, 2), False, dataclasses.replace(examples, tokens_T=examples.tokens_T + 1)),
     }
-    assert len(keys) == 6
+    assert len(keys) == 8
     assert feature_key(toy_target(), (0, 2), False, examples) in keys
 
 
