@@ -125,6 +125,16 @@ def test_planted_rows_are_trees_of_the_graphs_width(mode: str) -> None:
     assert (root.rows, root.tokens_RN.flatten().tolist()) == (1, [4, 5])
 
 
+def test_the_chain_that_joins_a_tree_is_none_of_its_budget() -> None:
+    """Tokens alike: the tree is three siblings, and the chain brings the three nodes behind the first."""
+    tokens = torch.arange(9).expand(2, 4, 9)
+    candidates = factorised_candidates(tokens, torch.full((2, 4, 9), -2.0))
+    drafted = plant(torch.tensor([1, 2]), candidates, fixed_plan("shadow", 5, 3), 12)
+    assert drafted.tree.sizes_R.tolist() == [7, 7]
+    assert drafted.core_RN.nonzero()[:, 1].tolist() == [0, 1, 2, 3] * 2
+    assert drafted.spine_RN.nonzero()[:, 1].tolist() == [0, 1, 4, 5, 6] * 2
+
+
 def test_links_for_grammars_name_every_child_once() -> None:
     tree = trees()
     first, following = child_links(tree)
