@@ -87,6 +87,19 @@ def test_value_and_gradient_are_torchs(monkeypatch, objective, count, chunk_rows
     assert not correct_AD.requires_grad
 
 
+def test_a_chunk_holds_no_more_logits_than_fit(monkeypatch):
+    rows, whole = [], module._chunk
+
+    def watched(logits_CV, *arguments):
+        rows.append(logits_CV.shape[0])
+        return whole(logits_CV, *arguments)
+
+    monkeypatch.setattr(module, "CHUNK_ROWS", 4 * DEPTH)
+    monkeypatch.setattr(module, "_chunk", watched)
+    loss_of(*blocks(7), PLAIN)
+    assert rows == [4 * DEPTH, 3 * DEPTH]
+
+
 @every_objective
 def test_positions_past_the_end_change_nothing(objective):
     """Neither their labels nor their hidden states do, and no gradient reaches them."""
