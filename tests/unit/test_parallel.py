@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from ddtree.errors import ConfigError
 from ddtree.training.loss import loss_total
 from ddtree.training.optimizer import learning_rate, set_learning_rate
 from ddtree.training.parallel import Group, join_group
@@ -186,6 +187,21 @@ def test_members_know_their_place_and_agree(trained, seen):
 
 
 # A group of one
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is '4', without RANK, MASTER_ADDR, MASTER_PORT; start with torchrun"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four', which is no number of processes"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', which is no number of processes"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', which is no number of processes"),
+    ],
+)
+def test_an_environment_that_describes_no_group(environment, told):
+    rest = {} if environment == {"WORLD_SIZE": "4"} else {"RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(ConfigError, match=told):
+        join_group(environment | rest)
 
 
 def test_a_group_of_one_does_nothing(monkeypatch):

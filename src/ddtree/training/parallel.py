@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddtree.errors import ConfigError
+
 __all__ = ["Group", "join_group"]
 
 
@@ -61,11 +63,17 @@ class Group:
 def join_group(environment: Mapping[str, str]) -> Group:
     """The group that `torchrun` describes in the environment variables; a group of one without them.
 
-    With GPUs, process r takes GPU LOCAL_RANK and speaks NCCL; without, gloo.
+    With GPUs, process r takes GPU LOCAL_RANK and speaks NCCL; without, gloo. ConfigError when they describe none,
+    as where a cluster's scheduler has set some of them.
     """
-    size = int(environment.get("WORLD_SIZE", "1"))
-    if size == 1:
+    told = environment.get("WORLD_SIZE", "1")
+    if told == "1":
         return Group()
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if not told.isdecimal() or told == "0" or missing:
+        what = f"without {', '.join(missing)}" if missing else "which is no number of processes"
+        raise ConfigError(f"WORLD_SIZE is {told!r}, {what}; start with torchrun, or unset it to train alone")
+    size = int(told)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(environment.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
