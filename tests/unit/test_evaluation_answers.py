@@ -92,6 +92,7 @@ def test_a_target_is_known_by_its_weights():
     with torch.no_grad():
         tuned.layers[1].mlp.down_proj.weight.add_(1e-6)
     assert fingerprint(target) != fingerprint(tuned)
+    assert fingerprint(target) != fingerprint(toy_target(eos_ids=(7,))), "nor those that end elsewhere"
 
 
 @pytest.mark.parametrize("harm", [lambda whole: whole[:60], lambda whole: b""])
