@@ -79,6 +79,14 @@ def test_other_requests_have_other_answers(tmp_path, change):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_one_target_in_two_dtypes_is_asked_twice(tmp_path):
+    """Its weights are the same numbers, what it says may not be."""
+    target = toy_target(dtype=torch.float32)
+    make_answers(target, AnswerRequest(PROMPTS, 12), tmp_path, 5)
+    make_answers(target.double(), AnswerRequest(PROMPTS, 12), tmp_path, 5)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_the_seed_does_not_matter_where_nothing_is_drawn(tmp_path):
     for seed in (0, 7):
         make_answers(toy_target(), AnswerRequest(PROMPTS, 12, 0.0, seed), tmp_path, 5)

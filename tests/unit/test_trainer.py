@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ddtree.errors import CheckpointError, ConfigError, DataError
+from ddtree.errors import CheckpointError, ConfigError, DataError, DivergedError
 from ddtree.training.checkpoint import latest, read_state
 from ddtree.training.config import TrainConfig
 from ddtree.training.examples import load_examples, pack_for_step, split_examples, write_shard
@@ -138,6 +138,22 @@ def test_an_overfit_drafter_accepts_whole_blocks(tmp_path, optimizer):
     # Rounds of 4 tokens over the 11 that follow the first answer token: 4 + 4 + 3.
     assert report.chain.length == pytest.approx(11 / 3)
     assert report.tree.length == pytest.approx(11 / 3)
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient", "edges"])
+def test_a_run_that_diverges_says_so(tmp_path, fault):
+    """At the step where it is no number any more, and not in a checkpoint later."""
+    trainer = new_trainer(tmp_path / "data", edge_rank=4, edge_inner=8)
+    next(trainer.steps())
+    broken = {"loss": trainer.model.norm.weight, "edges": trainer.edges.mix.weight}
+    if fault == "gradient":
+        trainer.model.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
+    else:
+        broken[fault].data.fill_(torch.nan)
+    with pytest.raises(
+        DivergedError, match="step 1: the loss or its gradient is not a number; lower learning_rate"
+    ):
+        next(trainer.steps())
 
 
 def test_packs_depend_on_the_step_and_nothing_else(tmp_path):
