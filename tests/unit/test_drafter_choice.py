@@ -155,6 +155,22 @@ def test_intervals_of_cost_carry_through(choosing):
     assert bare(chain["speed_up"]) == pytest.approx(2)
 
 
+def width(figure):
+    return figure["high"] - figure["low"]
+
+
+def test_tasks_and_devices_are_resampled_apart(choosing):
+    """Chance on one says nothing of the others, so a mean is surer than what it is made of."""
+    costs = [cost("cpu", 20.0, one={"chain": 40.0})]
+    tasks = {"maths": {"chain": SPREAD}, "chat": {"chain": SPREAD}}
+    found = choosing.choose(costs, {"one": accepted(tasks)})["drafters"]["one"]["devices"]["cpu"]
+    alone = found["tasks"]["maths"]["arms"]["chain"]["speed_up"]
+    assert width(found["mean"]["speed_up"]) < 0.8 * width(alone)
+    costs = [cost(device, 20.0, one={"chain": [41.0 + 2 * n for n in range(9)]}) for device in ("cpu", "cuda")]
+    found = choosing.choose(costs, {"one": accepted({"maths": {"chain": 9}})})["drafters"]["one"]
+    assert width(found["score"]) < 0.9 * width(found["devices"]["cpu"]["mean"]["speed_up"])
+
+
 def test_drafters_are_compared_in_pairs(choosing):
     """One accepts a tenth more than the other on every prompt: shown, though each alone is less certain."""
     costs = [cost("cpu", 20.0, less={"chain": 40.0}, more={"chain": 40.0})]
