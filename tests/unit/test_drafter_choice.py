@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -353,6 +354,34 @@ def test_rounds_of_tiny_models_are_timed_and_chosen_from(benchmark_module, choos
     drafter_choice.main(["choose", "--cost", str(out), "--acceptance", *files, "--out", str(chosen)])
     report = json.loads(chosen.read_text())
     assert sorted(report["verdict"]["ranking"]) == ["one", "two"]
+
+
+def test_arms_take_turns_at_being_first(benchmark_module):
+    """A machine that slows down within a turn slows none of them more than the others."""
+    order = []
+
+    def arm(name):
+        return SimpleNamespace(run=lambda prompt, tokens: order.append(name))
+
+    benchmark_module("drafter_choice").take_turns({name: arm(name) for name in "abc"}, [[1], [2]], 2, 4)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"
+
+
+def test_a_round_costs_the_median(benchmark_module):
+    module = benchmark_module("drafter_choice")
+    runs = [module.Run(seconds, 10, (1, 2, 3)) for seconds in (0.01, 0.02, 0.09)]
+    assert module.figures(runs, runs)["ms_per_round"]["value"] == pytest.approx(2)
+
+
+def test_a_drafter_is_known_by_its_edges_as_well(benchmark_module, tmp_path):
+    spec = SimpleNamespace(block_size=4, decoder=SimpleNamespace(layers=1))
+    loaded = SimpleNamespace(edges=None, model=SimpleNamespace(parameters=list, spec=spec))
+    known = []
+    for content in (b"", b"other"):
+        (tmp_path / "model.safetensors").write_bytes(b"weights")
+        (tmp_path / "edges.safetensors").write_bytes(content)
+        known.append(benchmark_module("drafter_choice").facts(tmp_path, loaded)["weights"])
+    assert known[0] != known[1]
 
 
 def test_rounds_at_the_end_of_an_answer_are_not_timed(benchmark_module, toy, tmp_path, monkeypatch):
