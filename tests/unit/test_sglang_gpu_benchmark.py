@@ -96,6 +96,18 @@ def test_as_many_divergences_as_chance_makes_are_no_fault(comparing: ModuleType)
     assert comparing.chance_of_as_many(0, 100, 0, 100) == 1
 
 
+def test_divergences_that_rounding_explains_one_by_one_are_too_many_together(comparing: ModuleType) -> None:
+    """Six ties in a row that all turn, where plain decoding turns none in four times as many tokens."""
+    plain = asdict(comparing.Answer((1, 2, 3, 4), (-0.1,) * 4, (0.0,) * 4))
+    other = asdict(comparing.Answer((9, 2, 3, 4), (-0.1,) * 4, (0.0,) * 4))
+    told = {"plain": {"together": [plain] * 6, "alone": [plain] * 6}, "tree": {"together": [other] * 6}}
+    result = comparing.compared(told)
+    found = result["arms"]["tree"]["against_plain"]
+    assert (found["unexplained"], found["tokens"]) == (0, 6)
+    assert found["chance"] == pytest.approx((6 / 30) ** 6)
+    assert result["right"] == {"tree": False}
+
+
 ARM = """
 import json, pathlib, sys
 name, out = sys.argv[-1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
