@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib.metadata
 import io
 import json
 import math
@@ -262,7 +263,7 @@ def test_verbs_that_make_things_refuse_too(run, models, tmp_path):
     for pair, parts in {
         "steps": ["--set needs key=value", "got 'steps'"],
         "=3": ["--set needs key=value"],
-        "stepz=3": ["unknown keys stepz"],
+        "stepz=3": ["unknown keys stepz; did you mean steps?"],
         "steps=0": ["steps must lie between 1 and"],
         "steps=few": ["steps must be of type int: got 'few'"],
         "device=tpu": ["device 'tpu' is not supported"],
@@ -467,6 +468,11 @@ def test_from_prompts_to_a_drafter_in_use(run, models, tmp_path, monkeypatch):
     assert threads == [2], "torch's own number, or the sums of a resumed run would differ"
     assert "resuming from step-1" in err
     assert [row["step"] for row in second["steps"]] == [2, 3, 4]
+    code, out, err = run(*train, "--json")
+    assert strict(out) == {"steps": [], "validations": [], "checkpoint": str(tmp_path / "run" / "step-4")}
+    assert "step 4 of 4: nothing left to do" in err
+    code, out, err = run("generate", *target, "--drafter", tmp_path / "run", "w1")
+    assert (code, f"it is a training run, pass {tmp_path / 'run' / 'step-4'}" in err) == (4, True), err
     assert set(second["steps"][0]) == {
         "step",
         "loss",
@@ -596,3 +602,8 @@ def test_the_round_to_show_leaves_the_drafters_first_choices():
     assert most_branching([spine, early]) is early
     assert most_branching([late, early, spine]) is late
     assert most_branching([early, spine, late]) is late
+
+
+def test_the_version_is_told(run):
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"ddtree {importlib.metadata.version('ddtree')}\n")

@@ -184,6 +184,8 @@ def test_files_that_are_no_results(tmp_path, content, told):
     path.write_text(content)
     with pytest.raises(DataError, match=told):
         read_result(path)
+    with pytest.raises(DataError, match=r"nowhere: neither a result .* nor its folder is there"):
+        read_result(tmp_path / "nowhere")
 
 
 def test_a_folder_holds_one_result(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 
 import typer
@@ -25,7 +26,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ddtree",
-    help="Tree speculative decoding: the same text, several times faster.",
+    help="Tree speculative decoding: the same text, faster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -36,8 +37,19 @@ app.command("eval")(evaluate)
 app.command()(compare)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ddtree {importlib.metadata.version('ddtree')}")
+        raise typer.Exit
+
+
 @app.callback()
-def options(debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error.")) -> None:
+def options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Say which version this is."
+    ),
+) -> None:
     """Options before the verb."""
 
 

@@ -71,6 +71,7 @@ def train(
 
 def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
     """Train, validate and save by the recipe's intervals, or until the time is up."""
+    from ddtree.training.checkpoint import latest
     from ddtree.training.record import RunLog
 
     recipe, leads = trainer.config, trainer.group.leads
@@ -78,7 +79,10 @@ def _run(trainer: Trainer, run: Path, stop_after_s: float) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     validations: list[dict[str, Any]] = []
     log = RunLog(run) if leads else None
-    saved = None
+    state = latest(run)
+    saved = state.parent if state else None
+    if trainer.step >= recipe.steps and leads:
+        notes.print(f"step {trainer.step} of {recipe.steps}: nothing left to do; --set steps=N trains further")
 
     def tell(rows: list[dict[str, Any]], row: dict[str, Any], line: str) -> None:
         if log is not None:

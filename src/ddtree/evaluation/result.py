@@ -58,6 +58,8 @@ def arms_in(task: Mapping[str, Any]) -> list[str]:
 
 def read_result(path: Path) -> dict[str, Any]:
     """A document from a file, or from a folder that holds exactly one. DataError says what is wrong with it."""
+    if not path.exists():
+        raise DataError(f"{path}: neither a result of `ddtree eval` nor its folder is there; check the path")
     if path.is_dir():
         files = sorted(path.glob("eval-*.json"))
         if len(files) != 1:

@@ -30,6 +30,7 @@ from ddtree.models.storage import NO_ACCESS, NO_SPACE, storage_error
 __all__ = ["LocalModel", "Progress", "find", "locate", "user_cache"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*")
+_STEP = re.compile(r"step-[0-9]+")  # a checkpoint in the folder of a training run
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # no pickles: loading one runs its code
 
 
@@ -111,9 +112,9 @@ def _local(folder: Path, name: str) -> LocalModel:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}: mend its permissions") from error
     if "config.json" not in names:
         found = f"holds {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "is empty"
-        raise CheckpointError(
-            f"{folder} {found}, but no config.json{hint}: pass the folder of a Hugging Face model"
-        )
+        steps = sorted((name for name in names if _STEP.fullmatch(name)), key=lambda name: int(name[5:]))
+        mend = f"it is a training run, pass {folder / steps[-1]}" if steps else "pass the folder that holds one"
+        raise CheckpointError(f"{folder} {found}, but no config.json{hint}: {mend}")
     return LocalModel(folder.resolve(), folder.resolve().name, "local folder", None)
 
 

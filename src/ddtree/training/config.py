@@ -7,6 +7,7 @@ the `config.json` that the checkpoint will carry.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,7 +149,9 @@ def read_config(path: Path | None, overrides: Mapping[str, Any]) -> TrainConfig:
     where = str(path) if path is not None else "training options"
     unknown = sorted(set(values) - set(fields))
     if unknown:
-        raise ConfigError(f"{where}: unknown keys {', '.join(unknown)}; known: {', '.join(fields)}")
+        near = [name for key in unknown for name in difflib.get_close_matches(key, fields, n=1)]
+        mend = f"did you mean {', '.join(near)}? Known" if near else "known"
+        raise ConfigError(f"{where}: unknown keys {', '.join(unknown)}; {mend}: {', '.join(fields)}")
     missing = [name for name in ("data", "out") if name not in values]
     if missing:
         raise ConfigError(f"{where}: {' and '.join(missing)} must be given")
