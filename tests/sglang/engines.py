@@ -34,6 +34,8 @@ def serving(rig: Path, target: Path, drafter: Path | None, flags: Any = None, **
     import sglang
 
     os.environ["DDTREE_RIG"] = str(rig)
+    # A core for each rank; left to itself SGLang wants as many NUMA nodes as ranks.
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(fields.get("tp_size", 1)))
     load_plugins()
     arguments = {**COMMON, "model_path": str(target), "attention_backend": "cpu_ref", **fields}
     arguments.setdefault("grammar_backend", "none")

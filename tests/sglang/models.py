@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from ddtree.models.edges import EdgeNet, save_edges
 
-VOCABULARY = 512
+VOCABULARY = 500  # SGLang pads its heads to 512, so the last shard of two has columns that are no tokens
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 MASK, EOS = 3, 2
 LAYERS = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from tests.sglang import models
 from tests.sglang.engines import forget, said, serving
 
 PROMPT, COUNT, BLOCK, BUDGET = [10, 11, 12, 13, 14, 15, 16, 17], 18, 8, 9
-HEATS = (0.02, 30.0)
+HEATS = (0.002, 30.0)
 CPU = torch.device("cpu")
 
 
@@ -57,9 +58,12 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return set_scene(tmp_path_factory.mktemp("edges"))
+
+
+def set_scene(folder: Path) -> Scene:
     """Every true token but the first is the drafter's second choice, so a small budget goes astray at once. The
     edges know which token follows which."""
-    folder = tmp_path_factory.mktemp("edges")
     target = models.write_target(folder / "target", "qwen3")
     truth = models.greedy(target, PROMPT, COUNT + BLOCK)
     models.write_drafter(folder / "plain", BLOCK)
@@ -80,13 +84,21 @@ class Seen:
     sampled: dict[float, dict[str, Any]]
 
 
-def watch(scene: Scene, drafter: str, mode: str) -> Seen:
+def watch(scene: Scene, drafter: str, mode: str, **fields: Any) -> Seen:
+    with launched(scene, drafter, mode, **fields) as engine:
+        return look(scene, engine, mode)
+
+
+def launched(scene: Scene, drafter: str, mode: str, **fields: Any) -> AbstractContextManager[Any]:
     flags = Flags(mode=mode, budget=None if mode == "chain" else BUDGET)
-    with serving(scene.rig, scene.target, scene.folder / drafter, flags) as engine:
-        entries = rounds(scene, engine)
-        facts = engine.get_server_info()["internal_states"][0]["ddtree"]
-        sampled = {heat: said(engine, [PROMPT], COUNT, temperature=heat, sampling_seed=5)[0] for heat in HEATS}
-        return Seen(mode, entries, facts, sampled)
+    return serving(scene.rig, scene.target, scene.folder / drafter, flags, **fields)
+
+
+def look(scene: Scene, engine: Any, mode: str) -> Seen:
+    entries = rounds(scene, engine)
+    facts = engine.get_server_info()["internal_states"][0]["ddtree"]
+    sampled = {heat: said(engine, [PROMPT], COUNT, temperature=heat, sampling_seed=5)[0] for heat in HEATS}
+    return Seen(mode, entries, facts, sampled)
 
 
 @pytest.fixture(scope="module")

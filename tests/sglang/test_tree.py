@@ -148,7 +148,7 @@ def test_logit_bias_holds_at_every_node(bench: Bench) -> None:
 
 
 def test_grammars_hold_along_every_path(bench: Bench) -> None:
-    allowed, expected = [10, 20, 30, 40, 50, 60], []
+    allowed, expected = [4, 5, 6, 7, 8, 9], []  # no word is the beginning of another, where the grammar would end
     for _ in range(10):
         logits = models.next_logits(bench.target, [*PROMPTS[1], *expected])
         expected.append(max(allowed, key=lambda token: float(logits[token])))

@@ -2,8 +2,8 @@
 future, and faults on purpose.
 
 DDTREE_RIG names a folder. `oracle.json` in it tells what the drafter proposes; `fault` names a fault that the next
-rounds have; `record.jsonl`, where there is one, gets what the real drafter's head said, and of which states. All
-are looked at in every round, so that one engine serves many tests.
+rounds have; `record.jsonl`, where there is one, gets what the real drafter's head said on the first rank, and of
+which states. All are looked at in every round, so that one engine serves many tests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 __all__ = ["register"]
 
@@ -47,6 +48,7 @@ def register() -> None:
         worker = original(server_args)
         _keep_dtype()
         _spoil(Path(folder))
+        _part_ranks(Path(folder))
         _foresee(Path(folder))
         return worker
 
@@ -86,25 +88,68 @@ def _spoil(folder: Path) -> None:
     """Faults: keys and values stay where they are, rows see all rows before them, positions count rows."""
     from ddtree.sglang_plugin import verify, worker
 
-    def fault() -> str:
-        path = folder / "fault"
-        return path.read_text() if path.exists() else ""
-
     compact, sees, positions = worker.compact, verify.tree_sees, verify.positions
-    worker.compact = lambda *args: None if fault() == "no move" else compact(*args)
+    worker.compact = lambda *args: None if _fault(folder) == "no move" else compact(*args)
 
     def tree_sees(tree: Any) -> Any:
-        return sees(tree) | (torch.ones_like(sees(tree)).tril() if fault() == "causal" else False)
+        return sees(tree) | (torch.ones_like(sees(tree)).tril() if _fault(folder) == "causal" else False)
 
     def tree_positions(tree: Any, starts: Any) -> Any:
         rows = torch.arange(tree.rows).expand(tree.depths_RN.shape)
-        return starts[:, None] + rows if fault() == "positions" else positions(tree, starts)
+        return starts[:, None] + rows if _fault(folder) == "positions" else positions(tree, starts)
 
     verify.tree_sees, verify.positions = tree_sees, tree_positions
 
 
+def _part_ranks(folder: Path) -> None:
+    """Faults of tensor parallelism: the second rank ranks tokens the other way round, has other edges, chooses
+    other tokens; its word counts instead of the first one's; each shard's tokens are named from 0 on."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+
+    from ddtree.models.edges import EdgeTables
+    from ddtree.sglang_plugin import head
+    from ddtree.sglang_plugin.choices import Chooser
+
+    ranked, edges, decide, top = head.DraftHead.ranked, EdgeTables.__call__, Chooser.decide, head.shard_top
+    sync = SpecTpSync.sync
+
+    def strays(fault: str) -> bool:
+        return get_parallel().tp_rank == 1 and _fault(folder) == fault
+
+    def other_ranked(self: Any, *arguments: Any) -> Any:
+        said = ranked(self, *arguments)
+        return tuple(part.flip(-1) for part in said) if strays("ranking") else said
+
+    def other_edges(self: Any, *arguments: Any) -> Any:
+        said = edges(self, *arguments)
+        return -said if strays("edges") else said
+
+    def other_choices(self: Any, choices_RN: Any, turn: Any) -> Any:
+        return decide(self, choices_RN + 1 if strays("choices") else choices_RN, turn)
+
+    def other_sync(self: Any, site: Any, values: Any) -> Any:
+        return self._tp_group.broadcast(values, src=1) if _fault(folder) == "second" else sync(self, site, values)
+
+    def nameless_top(logits_MV: Any, shard: Any, *arguments: Any) -> Any:
+        named = head.Shard(0, shard.size) if _fault(folder) == "local names" else shard
+        return top(logits_MV, named, *arguments)
+
+    head.DraftHead.ranked, EdgeTables.__call__, Chooser.decide = other_ranked, other_edges, other_choices
+    head.shard_top, SpecTpSync.sync = nameless_top, other_sync
+
+
+def _fault(folder: Path) -> str:
+    try:
+        return (folder / "fault").read_text()
+    except FileNotFoundError:  # also when it goes while the second rank still ends its round
+        return ""
+
+
 def _foresee(folder: Path) -> None:
     """Proposals from `oracle.json`: for each known prompt, logits of some tokens at each position after it."""
+    from sglang.srt.runtime_context import get_parallel
+
     from ddtree.models.edges import EdgeTables
     from ddtree.sglang_plugin.draft import BlockDrafter
     from ddtree.sglang_plugin.head import DraftHead
@@ -113,8 +158,9 @@ def _foresee(folder: Path) -> None:
 
     def foreseen(self: Any, batch: Any, anchors_R: Any, window: Any) -> Any:
         drafted = hidden(self, batch, anchors_R, window)  # the real drafter runs all the same
-        if (folder / "record.jsonl").exists():
-            said = logits(self._host._chooser._head, drafted.flatten(0, 1)).view(*drafted.shape[:2], -1)
+        if (folder / "record.jsonl").exists() and get_parallel().tp_rank == 0:
+            head = self._host._chooser._head
+            said = logits(head, drafted.flatten(0, 1))[:, : head.shard.size].view(*drafted.shape[:2], -1)
             entry = {"prefix": window.prefix_R.tolist(), "anchor": anchors_R.tolist(), "logits": said.tolist()}
             entry["states"] = drafted.tolist()
             with (folder / "record.jsonl").open("a") as record:
@@ -134,8 +180,11 @@ def _foresee(folder: Path) -> None:
         return torch.cat([wanted, drafted.float()], dim=-1)  # the real states stay: edges read them
 
     def as_given(self: Any, hidden_Mh: Any) -> Any:
-        given = hidden_Mh.shape[-1] > self._head.weight.shape[-1]
-        return hidden_Mh[:, : self.shard.size].float() if given else logits(self, hidden_Mh)
+        columns, width = self._head.weight.shape
+        if hidden_Mh.shape[-1] <= width:
+            return logits(self, hidden_Mh)
+        given_MV = hidden_Mh[:, self.shard.first : self.shard.first + self.shard.size].float()
+        return F.pad(given_MV, (0, columns - self.shard.size), value=9.0)  # as likely as padding could ever be
 
     def of_real_states(self: Any, anchors_R: Any, tokens_RDK: Any, state_RDh: Any) -> Any:
         return edges(self, anchors_R, tokens_RDK, state_RDh[..., -self.net.state.in_features :])
