@@ -17,12 +17,13 @@ MODULES = sorted(
 
 
 def load(name):
-    """The module. Those of the SGLang plugin that need SGLang are tested in its own environment (tests/sglang)."""
+    """The module. Those of the SGLang plugin that need SGLang are tested in its own environment (tests/sglang);
+    Triton is there on Linux alone."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name == "sglang":
-            pytest.skip("needs SGLang")
+        if error.name in ("sglang", "triton"):
+            pytest.skip(f"needs {error.name}")
         raise
 
 

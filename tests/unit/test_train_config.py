@@ -51,7 +51,10 @@ def test_a_recipe_is_frozen():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('data = "a"\nout = "b"\nstep = 3\nlr = 1\n', r"unknown keys lr, step; did you mean steps\? Known: data, out, target"),
+        (
+            'data = "a"\nout = "b"\nstep = 3\nlr = 1\n',
+            r"unknown keys lr, step; did you mean steps\? Known: data, out, target",
+        ),
         ('data = "a"\nout = "b"\n[optimizer]\nname = "muon"\n', r"optimizer must be of type str: got \{"),
         ('data = "a"\n', r"out must be given"),
         ("", r"data and out must be given"),
