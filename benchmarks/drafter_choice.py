@@ -221,7 +221,7 @@ def take_turns(
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             runs[name].append(arms[name].run(prompts[number % len(prompts)], tokens))
-        print(f"turn {number + 1} of {repeats * len(prompts)}", file=sys.stderr, flush=True)
+        print(f"turn {number + 1} of {repeats * len(prompts)}: one prompt, every arm", file=sys.stderr, flush=True)
     return runs
 
 

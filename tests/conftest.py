@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,11 @@ from types import ModuleType
 
 import pytest
 import torch
+
+# Kernels run in Triton's interpreter, which Triton turns to when it is first imported, by whatever library.
+# SGLang's tests say themselves where they want it.
+if importlib.util.find_spec("sglang") is None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from ddtree.cli.main import main
 

@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from ddtree import provenance as provenance_module
+from ddtree.cli import common
 from ddtree.cli.common import print_json
 from ddtree.cli.main import app
 from ddtree.cli.show import draw_tree, most_branching
@@ -607,3 +608,16 @@ def test_the_round_to_show_leaves_the_drafters_first_choices():
 def test_the_version_is_told(run):
     code, out, _ = run("--version")
     assert (code, out) == (0, f"ddtree {importlib.metadata.version('ddtree')}\n")
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys):
+    """A bar needs a terminal; what is over within seconds says nothing."""
+    now = [0.0]
+    report = common.lines(lambda: now[0])
+    for now[0], done in ((0, 0), (20, 100), (30, 150), (59, 200), (60, 300), (100, 1000)):
+        report("answers", done, 1000)
+    assert capsys.readouterr().err.splitlines() == [
+        "answers: 150 of 1,000, 2.8 min left",
+        "answers: 300 of 1,000, 2.3 min left",
+        "answers: 1,000 of 1,000, 0.0 min left",
+    ]

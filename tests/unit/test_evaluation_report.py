@@ -132,12 +132,15 @@ def test_one_task_and_no_runs(tmp_path):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch, capsys):
-    """Said before anything is loaded or measured; --no-plots does without."""
+    """Said before anything is loaded or measured: an end where plots were asked for, else measuring goes on."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit) as end:
-        main(["eval", "--model", "no such model", "--out", str(tmp_path / "out")])
-    assert end.value.code == 2
-    assert "pip install 'ddtree[eval]'" in " ".join(capsys.readouterr().err.split())
+    for asked, goes_on in ((["--plots"], False), ([], True), (["--no-plots"], True)):
+        with pytest.raises(SystemExit) as end:
+            main(["eval", "--model", "no such model", "--out", str(tmp_path / "out"), *asked])
+        told = " ".join(capsys.readouterr().err.split())
+        assert ("pip install 'ddtree[eval]'" in told) == (asked != ["--no-plots"])
+        assert ("no such model" in told) == goes_on, "the next thing that is wrong"
+        assert end.value.code == 2
     write_reports(tmp_path / "out", [document()], {}, plots=False)
     assert (tmp_path / "out" / "report.md").exists()
 

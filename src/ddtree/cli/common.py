@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,8 @@ __all__ = [
     "words",
 ]
 
+LINE_EVERY_S = 30.0
+
 # Answers go to standard output, everything about them to standard error.
 words = Console(highlight=False, soft_wrap=True)
 notes = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -88,9 +91,29 @@ def counting(title: str) -> Iterator[Any]:
         yield lambda done, total: report(title, done, total)
 
 
+def lines(clock: Callable[[], float]) -> Callable[[str, int, int], None]:
+    """Progress as lines, one for each stage every `LINE_EVERY_S` seconds; what is over sooner says nothing."""
+    began: dict[str, float] = {}
+    told: dict[str, float] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        now = clock()
+        first = began.setdefault(stage, now)
+        if done and now - told.get(stage, first) >= LINE_EVERY_S:
+            told[stage] = now
+            left_s = (now - first) / done * (total - done)
+            notes.print(f"{stage}: {done:,} of {total:,}, {left_s / 60:.1f} min left", markup=False)
+
+    return report
+
+
 @contextmanager
 def stages() -> Iterator[Any]:
-    """Progress bars on standard error, one for each stage: call it with (stage, done, total)."""
+    """Progress on standard error: call it with (stage, done, total). A bar for each stage on a terminal, else
+    a line now and then."""
+    if not notes.is_terminal:
+        yield lines(time.monotonic)
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -48,7 +48,7 @@ def evaluate(
     device: str = DEVICE_OPTION,
     threads: int = typer.Option(0, min=0, help="CPU threads; 0 leaves torch's own number."),
     out: Path = typer.Option(None, help="Folder for the results, the report (Markdown, LaTeX) and plots."),
-    plots: bool = typer.Option(True, help="Draw plots into --out."),
+    plots: bool = typer.Option(None, help="Draw plots into --out; where matplotlib is, when not given."),
     log: list[Path] = typer.Option([], help="Folder of a training run, for its curves in --out; repeatable."),
     as_json: bool = JSON_OPTION,
 ) -> None:
@@ -56,7 +56,7 @@ def evaluate(
     from ddtree.evaluation.bench import Plan
     from ddtree.models.hub import user_cache
 
-    runs = _opened(out, plots, log)
+    plots, runs = _opened(out, plots, log)
     budgets = read_budgets(budget, online)
     tasks = read_tasks([*task, *(more_tasks or [])] or ["coding"], limit, skip_broken)
     folder = answers or (cache_dir() or user_cache()) / "answers"
@@ -84,18 +84,27 @@ def evaluate(
     words.print(terminal_table(documents))
 
 
-def _opened(out: Path | None, plots: bool, logs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Everything that --out needs, checked before anything is measured: rows of each run's log."""
+def _opened(
+    out: Path | None, plots: bool | None, logs: Sequence[Path]
+) -> tuple[bool, dict[str, list[dict[str, Any]]]]:
+    """What --out needs, checked before anything is measured: whether to draw, and the rows of each run's log."""
     from ddtree.errors import ConfigError
     from ddtree.evaluation.bench import unique_names
     from ddtree.evaluation.plots import check_plots, read_log
 
-    if logs and (out is None or not plots):
+    if logs and (out is None or plots is False):
         raise ConfigError("--log draws a run's curves, so it needs --out and plots")
     if out is not None:
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out {out} is a file; name a folder")
-        if plots:
+        try:
             check_plots()
+        except ConfigError as error:
+            if plots or logs:
+                raise
+            if plots is None:
+                notes.print(f"no plots will be drawn: {error}", markup=False)
+            plots = False
     folders = [(run.parent if run.is_file() else run).resolve() for run in logs]
-    return {name: read_log(run) for name, run in zip(unique_names(folders), logs, strict=True)}
+    rows = {name: read_log(run) for name, run in zip(unique_names(folders), logs, strict=True)}
+    return plots is not False, rows
