@@ -16,6 +16,7 @@ from ddtree.evaluation.compare import common_arms, compare, percent
 from ddtree.evaluation.metrics import Interval
 from ddtree.evaluation.result import read_result
 from ddtree.models.shipped import SHIPPED
+from ddtree.provenance import source_hash
 
 ARMS = ("chain", "tree-16", "tree-64", "tree-256", "shadow-64")
 
@@ -249,6 +250,7 @@ def test_two_drafters_are_measured_first(tmp_path, capsys):
     options = ["--task", "gsm8k", "--limit", 4, "--max-tokens", 24, "--answers", tmp_path / "answers", "--json"]
     found = json.loads(told(capsys, "shipped", worse, *options).out)
     assert found["verdict"].startswith("smollm2-135m-dflash is better by ")
+    assert [one["source"] for one in found["measured"]] == [source_hash()] * 2
     assert found["arms"]["tree-64"]["overall"]["ratio"] < 1
 
 

@@ -97,6 +97,20 @@ def test_other_answers_are_not_resumed_with(tmp_path):
         new_trainer(tmp_path / "more", count=31).resume(state)
 
 
+def test_examples_are_known_by_every_token_and_by_what_is_an_answer(tmp_path):
+    """Data of the same lengths are other data."""
+    examples = write_examples(tmp_path / "data")
+    tokens_T = examples.tokens_T.clone()
+    tokens_T[3] += 1
+    others = [
+        dataclasses.replace(examples, tokens_T=tokens_T),
+        dataclasses.replace(examples, prompts_E=examples.prompts_E + 1),
+        dataclasses.replace(examples, ends_E=examples.ends_E - 1),
+    ]
+    assert len({examples.key, *(other.key for other in others)}) == 4
+    assert write_examples(tmp_path / "again").key == examples.key
+
+
 def test_a_longer_run_may_go_on(tmp_path):
     first = new_trainer(tmp_path / "data")
     next(first.steps())

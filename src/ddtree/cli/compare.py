@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def compare(
     chosen = paired(first, second, names, arm)
     every = [paired(first, second, names, one) for one in common_arms(first, second)]
     if as_json:
-        print_json(_document(chosen, every))
+        print_json(_document(chosen, every, (first, second)))
         return
     words.print(_table(every))
     words.print(f"{chosen.verdict} ({chosen.arm})", markup=False)
@@ -102,7 +103,9 @@ def _table(every: list[Comparison]) -> Table:
     return table
 
 
-def _document(chosen: Comparison, every: list[Comparison]) -> dict[str, Any]:
+def _document(
+    chosen: Comparison, every: list[Comparison], documents: tuple[Mapping[str, Any], Mapping[str, Any]]
+) -> dict[str, Any]:
     def ratio(found: Any) -> dict[str, Any]:
         return {"ratio": found.value, "interval": [found.low, found.high]}
 
@@ -110,6 +113,7 @@ def _document(chosen: Comparison, every: list[Comparison]) -> dict[str, Any]:
         "a": chosen.a,
         "b": chosen.b,
         "arm": chosen.arm,
+        "measured": [one.get("provenance") for one in documents],
         "verdict": chosen.verdict,
         "arms": {
             one.arm: {
